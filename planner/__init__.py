@@ -1,0 +1,1 @@
+"""The fastest way to train a model in the GPU memory you have."""

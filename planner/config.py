@@ -1,0 +1,82 @@
+"""One point of the search space: the configuration object that users get."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision = Literal["fp32", "tf32", "fp16-amp", "bf16-amp", "bf16"]
+Checkpointing = str
+"""``none``, ``full`` (every layer) or ``every-N`` (layers 0, N, 2N, ...)."""
+Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_8bit", "adafactor", "sgd"]
+Attention = Literal["eager", "sdpa"]
+Offload = Literal["none", "optimizer"]
+Quantization = Literal["none", "nf4"]
+Method = Literal["full", "lora", "qlora"]
+Task = Literal[
+    "sequence-classification",
+    "token-classification",
+    "masked-lm",
+    "causal-lm",
+    "seq2seq-lm",
+    "embedding",
+    "image-classification",
+    "speech-seq2seq",
+]
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
+OFFLOADS: tuple[str, ...] = get_args(Offload)
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+METHODS: tuple[str, ...] = get_args(Method)
+TASKS: tuple[str, ...] = get_args(Task)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LoraSettings(_Frozen):
+    """What the adapters look like (arguments of ``peft.LoraConfig``)."""
+
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapter matrices."""
+    alpha: int = Field(default=32, ge=1)
+    """Scaling numerator: the adapter's output is multiplied by ``alpha / r``."""
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+    """Dropout before the first adapter matrix."""
+    target_modules: str = "all-linear"
+    """As peft reads it: every linear layer but the head."""
+
+
+class TrainingConfig(_Frozen):
+    """One training configuration, complete: what a step holds in memory and how long it takes follow from it."""
+
+    micro_batch_size: int = Field(ge=1)
+    """Sequences in one forward and backward pass."""
+    seq_len: int = Field(ge=1)
+    """Longest sequence of a micro-batch, in tokens."""
+    max_tokens_per_micro_batch: int = Field(ge=1)
+    """Padded tokens that one micro-batch may hold; shorter sequences go in larger batches up to this budget."""
+    gradient_accumulation_steps: int = Field(ge=1)
+    """Micro-batches for each optimizer step."""
+    effective_batch_size: int = Field(ge=1)
+    """Sequences for each optimizer step: micro-batch times accumulation (times devices)."""
+    precision: Precision
+    """Arithmetic: fp32, tf32 matmuls, autocast to fp16 or bf16 over fp32 weights, or weights in bf16."""
+    checkpointing: Checkpointing = "none"
+    """Activation checkpointing: none, full, or every-N layers."""
+    offload: Offload = "none"
+    """What lives in host memory instead of on the card."""
+    quantization: Quantization = "none"
+    """How the frozen base weights are stored."""
+    optimizer: Optimizer = "adamw_fused"
+    """The optimizer and its implementation."""
+    attention: Attention = "sdpa"
+    """The attention implementation that transformers is asked for."""
+    method: Method = "full"
+    """Which parameters are trained."""
+    lora: LoraSettings | None = None
+    """Adapter settings; only with method lora or qlora."""

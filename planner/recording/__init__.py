@@ -1,0 +1,1 @@
+"""Room of planner; see its modules."""

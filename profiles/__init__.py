@@ -1,0 +1,1 @@
+"""Shipped data, read with importlib.resources; no code."""
