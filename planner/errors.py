@@ -1,10 +1,10 @@
 """The exceptions that callers may see, each with the exit code that the command ends with.
 
-    PlannerError
-    ├── InputError          2   one or more arguments are wrong; carries every problem found
-    ├── NothingFitsError    3   no configuration stays under the ceiling; carries what would
-    ├── TrialError          4   a trial or a device failed
-    └── RecordingError      4   the model's step could not be simulated
+PlannerError
+├── InputError          2   one or more arguments are wrong; carries every problem found
+├── NothingFitsError    3   no configuration stays under the ceiling; carries what would
+├── TrialError          4   a trial or a device failed
+└── RecordingError      4   the model's step could not be simulated
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""Room of planner; see its modules."""
+"""From a plan to files that run without this package."""
+
+from planner.emit.training import EMITTED_TASKS, render_training_files
+
+__all__ = ["EMITTED_TASKS", "render_training_files"]

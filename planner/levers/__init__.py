@@ -1,1 +1,27 @@
-"""Room of planner; see its modules."""
+"""The levers: one file each, all with the interface of ``base.Lever``."""
+
+from __future__ import annotations
+
+from planner.levers.adapters import AdaptersLever
+from planner.levers.attention import AttentionLever
+from planner.levers.base import Choice, Context, Lever
+from planner.levers.batching import BatchingLever
+from planner.levers.checkpointing import CheckpointingLever
+from planner.levers.offload import OffloadLever
+from planner.levers.optimizer import OptimizerLever
+from planner.levers.precision import PrecisionLever
+from planner.levers.quantization import QuantizationLever
+
+LEVERS: tuple[Lever, ...] = (
+    PrecisionLever(),
+    AttentionLever(),
+    QuantizationLever(),
+    AdaptersLever(),
+    CheckpointingLever(),
+    OptimizerLever(),
+    OffloadLever(),
+    BatchingLever(),
+)
+"""In the order in which they change a model: weights, kernels, base, adapters, recomputation, update, batch."""
+
+__all__ = ["LEVERS", "Choice", "Context", "Lever"]

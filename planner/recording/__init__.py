@@ -1,1 +1,1 @@
-"""Room of planner; see its modules."""
+"""Recording: run one step on tensors without data and write down every allocation and every operator."""

@@ -1,0 +1,77 @@
+"""The comment at the top of an emitted script: what made it, what runs it, what to expect."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planner.request import PlanRequest
+from planner.units import format_bytes
+
+WIDTH = 107
+"""Columns that a comment's text may take: 110 less the comment sign and a space, and one to spare."""
+
+
+def header_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Lines of text (no comment signs): the commands, the predicted memory and time, the choice and its reasons."""
+    facts = [
+        ("made by", plan_command(plan["request"])),
+        ("run by", "accelerate launch --config_file accelerate.yaml train.py --data FILE"),
+        ("memory", _memory(plan["memory"], plan["hardware"])),
+        ("", _memory_parts(plan["memory"])),
+        ("time", _time(plan["time"])),
+    ]
+    return [line for name, text in facts for line in _entry(name, text)]
+
+
+def plan_command(request: Mapping[str, Any]) -> str:
+    """The command line whose options are the request's fields; what has its default value is left out."""
+    words = ["plan"]
+    for name, value in request.items():
+        if name in ("vram", "model") or not _is_default(name, value):
+            words += _option(name, value)
+    return " ".join(words)
+
+
+def _is_default(name: str, value: object) -> bool:
+    field = PlanRequest.model_fields.get(name)
+    return value is None or (field is not None and value == field.default)
+
+
+def _option(name: str, value: object) -> Iterator[str]:
+    yield f"--{name.replace('_', '-')}"
+    if isinstance(value, (list, tuple)):
+        yield shlex.quote(",".join(map(str, value)))
+    elif value is not True:
+        yield shlex.quote(str(value))
+
+
+def _memory(memory: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
+    total, ceiling = format_bytes(memory["total_bytes"]), format_bytes(memory["ceiling_bytes"])
+    return f"{total} of {ceiling} on {hardware['name']}, predicted:"
+
+
+def _memory_parts(memory: Mapping[str, Any]) -> str:
+    reserved, context, margin = (
+        format_bytes(memory[key]) for key in ("peak_reserved_bytes", "context_bytes", "margin_bytes")
+    )
+    return f"{reserved} reserved by PyTorch, {context} CUDA context, {margin} margin"
+
+
+def _time(time: Mapping[str, Any]) -> str:
+    source = str(time["source"])
+    return f"{time['step_ms']:,.0f} ms a step, {time['tokens_per_s']:,.0f} tokens/s, {source}"
+
+
+def _entry(name: str, text: str) -> list[str]:
+    """``name    text``, wrapped between words, with the text in one column."""
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width=WIDTH,
+        initial_indent=f"  {name:<9}",
+        subsequent_indent=" " * 11,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

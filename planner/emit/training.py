@@ -1,0 +1,224 @@
+"""``train.py`` and ``accelerate.yaml`` from a plan: one recipe, with the parts that this plan uses and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from planner.emit.header import header_lines
+from planner.errors import InputError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TaskWords:
+    """What the template says and calls for one task."""
+
+    auto_class: str
+    """The class of transformers that loads the model with the task's head."""
+    peft_task: str
+    """``task_type`` of ``peft.LoraConfig``; empty where peft has none for the task."""
+    learning_rate: float
+    """Usual highest learning rate of full fine-tuning with AdamW."""
+    epochs: int
+    """Default passes over the data."""
+    overlong: str
+    """What happens to a text of more than ``seq_len`` tokens."""
+    samples_are: str
+    """What one sample of the training set is."""
+    unusable_rows: str
+    """Why a row of the data is left out."""
+    items_are: str
+    """What the loss is averaged over."""
+    logits_unit: str
+    """What one number of the logits belongs to."""
+
+
+_PIECES = "longer texts become several samples"
+_CUT = "longer texts are cut"
+_TASKS = {
+    "sequence-classification": _TaskWords(
+        auto_class="AutoModelForSequenceClassification",
+        peft_task="SEQ_CLS",
+        learning_rate=3e-5,
+        epochs=3,
+        overlong=_CUT,
+        samples_are="texts",
+        unusable_rows="unreadable, without text or without label",
+        items_are="sequences",
+        logits_unit="per sequence and label",
+    ),
+    "token-classification": _TaskWords(
+        auto_class="AutoModelForTokenClassification",
+        peft_task="TOKEN_CLS",
+        learning_rate=3e-5,
+        epochs=3,
+        overlong=_CUT,
+        samples_are="sentences",
+        unusable_rows="unreadable or without a label for each word",
+        items_are="labelled words",
+        logits_unit="per token and label",
+    ),
+    "masked-lm": _TaskWords(
+        auto_class="AutoModelForMaskedLM",
+        peft_task="",
+        learning_rate=5e-5,
+        epochs=1,
+        overlong=_PIECES,
+        samples_are="pieces of text",
+        unusable_rows="unreadable or without text",
+        items_are="guessed tokens",
+        logits_unit="per token and vocabulary entry",
+    ),
+    "causal-lm": _TaskWords(
+        auto_class="AutoModelForCausalLM",
+        peft_task="CAUSAL_LM",
+        learning_rate=2e-5,
+        epochs=1,
+        overlong=_PIECES,
+        samples_are="pieces of text",
+        unusable_rows="unreadable or without text",
+        items_are="predicted tokens",
+        logits_unit="per token and vocabulary entry",
+    ),
+    "seq2seq-lm": _TaskWords(
+        auto_class="AutoModelForSeq2SeqLM",
+        peft_task="SEQ_2_SEQ_LM",
+        learning_rate=1e-4,
+        epochs=3,
+        overlong=_CUT,
+        samples_are="pairs of texts",
+        unusable_rows="unreadable, without text or without target",
+        items_are="target tokens",
+        logits_unit="per target token and vocabulary entry",
+    ),
+}
+EMITTED_TASKS = tuple(_TASKS)
+"""Tasks that a training script can be written for."""
+
+_LEARNING_RATES = {"adafactor": 1e-3, "sgd": 1e-2}
+"""Where the optimizer decides and not the task: Adafactor's is relative to the weights, SGD's to the gradients."""
+_ADAPTER_LEARNING_RATE = 2e-4
+_AMP = {"fp16-amp": "fp16", "bf16-amp": "bf16"}
+_TORCH_DTYPE = {"fp16": "float16", "bf16": "bfloat16"}
+_ATTENTION = {
+    "eager": "keeps a score per pair of tokens: grows with the square",
+    "sdpa": "fused kernels keep no scores: grows with the length alone",
+}
+
+
+def render_training_files(plan: Mapping[str, Any]) -> dict[str, str]:
+    """File name -> text of the files that train what the plan says, from plan.json's content alone.
+
+    Raises InputError for a task or a combination of levers that no script can be written for.
+    """
+    context = _context(plan)
+    templates = _environment()
+    names = {
+        "train.py": f"{plan['workload']['task']}.py.j2",
+        "accelerate.yaml": "accelerate.yaml.j2",
+    }
+    return {file: templates.get_template(name).render(context) for file, name in names.items()}
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("planner.emit"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["literal"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment
+
+
+def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
+    workload, config, request = plan["workload"], plan["config"], plan["request"]
+    _check(workload["task"], config)
+    words = _TASKS[workload["task"]]
+    trust = bool(request.get("trust_remote_code"))
+    return {
+        **vars(words),
+        **_precision(config),
+        "config": config,
+        "header": header_lines(plan),
+        "about": _about(plan),
+        "description": _description(workload),
+        "model": workload["model"].removesuffix("/config.json"),
+        "target_seq_len": workload.get("target_seq_len"),
+        "seed": request.get("seed") or 0,
+        "learning_rate": f"{_learning_rate(words, config):.0e}".replace("e-0", "e-"),
+        "every_n": _every_n(config["checkpointing"]),
+        "offload": config["offload"] == "optimizer",
+        "lora": config["method"] != "full",
+        "qlora": config["method"] == "qlora",
+        "attention_comment": _ATTENTION[config["attention"]],
+        "trust": ", trust_remote_code=True" if trust else "",
+    }
+
+
+def _check(task: str, config: Mapping[str, Any]) -> None:
+    if task not in _TASKS:
+        message = f"got {task!r}; accepted for a training script: {', '.join(_TASKS)}"
+        raise InputError([Problem(argument="task", message=message)])
+    if config["offload"] == "optimizer" and not config["optimizer"].startswith("adamw_f"):
+        message = f"got 'optimizer' with {config['optimizer']}; accepted with it: adamw_fused, adamw_foreach"
+        raise InputError([Problem(argument="offload", message=message)])
+
+
+def _about(plan: Mapping[str, Any]) -> str:
+    workload, config = plan["workload"], plan["config"]
+    how = {"full": "Train", "lora": "Train LoRA adapters for", "qlora": "Train LoRA adapters on a 4-bit base of"}
+    return f"{how[config['method']]} {workload['model']}: {workload['task'].replace('-', ' ')}."
+
+
+def _description(workload: Mapping[str, Any]) -> str:
+    return f"Train {workload['model']}: {workload['task'].replace('-', ' ')}."
+
+
+def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The dtypes of weights and arithmetic, and what they cost."""
+    precision, qlora = config["precision"], config["method"] == "qlora"
+    amp = _AMP.get(precision, "")
+    half = precision.split("-")[0] if precision in ("bf16", *_AMP) else ""
+    weights = half if precision == "bf16" or (qlora and half) else ""
+    return {
+        "amp": amp,
+        "half": bool(half),
+        "weight_dtype": _TORCH_DTYPE.get(weights, "float32"),
+        "compute_dtype": _TORCH_DTYPE.get(half, "float32"),
+        "weight_comment": _weight_comment(config["method"], weights),
+        "amp_comment": f"{amp} activations: half the bytes of fp32",
+        "adamw_state": f"state: {'4' if precision == 'bf16' and config['method'] == 'full' else '8'} bytes a parameter",
+    }
+
+
+def _weight_comment(method: str, weights: str) -> str:
+    size = "2 bytes" if weights else "4 bytes"
+    if method == "full":
+        return f"{size} a parameter, and as much for its gradient"
+    return f"{size} a frozen weight{' that is not quantized' if method == 'qlora' else ''}; adapters are fp32"
+
+
+def _learning_rate(words: _TaskWords, config: Mapping[str, Any]) -> float:
+    usual = words.learning_rate if config["method"] == "full" else _ADAPTER_LEARNING_RATE
+    return _LEARNING_RATES.get(config["optimizer"], usual)
+
+
+def _every_n(checkpointing: str) -> int:
+    """0: no checkpointing; 1: every layer; N: layers 0, N, 2N, ..."""
+    if checkpointing in ("none", "full"):
+        return int(checkpointing == "full")
+    match = re.fullmatch(r"every-([1-9][0-9]*)", checkpointing)
+    if match is None:
+        message = f"got {checkpointing!r}; accepted: none, full, every-N"
+        raise InputError([Problem(argument="checkpointing", message=message)])
+    return int(match[1])

@@ -1,0 +1,20 @@
+"""Batching: the micro-batch, with accumulation keeping the effective batch as it was asked for."""
+
+from __future__ import annotations
+
+from planner.levers.base import Choice, Context, Lever
+
+
+class BatchingLever(Lever):
+    """Micro-batches that divide the effective batch, so that every configuration trains the same batches."""
+
+    field = "micro_batch_size"
+
+    def choices(self, context: Context) -> list[Choice]:
+        """Every divisor of the effective batch up to the largest that is worth looking at."""
+        total = context.effective_batch_size
+        return [
+            Choice(value=str(b), reason=f"{total // b} micro-batches of {b} are the effective batch of {total}")
+            for b in range(1, min(total, context.max_micro_batch_size) + 1)
+            if total % b == 0
+        ]

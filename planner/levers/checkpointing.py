@@ -1,0 +1,61 @@
+"""Activation checkpointing: drop what layers keep for the backward pass and compute it again there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planner.config import TrainingConfig
+from planner.levers.base import Choice, Context, Lever
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def every_n(checkpointing: str) -> int | None:
+    """1 for full, N for every-N, None for none."""
+    if checkpointing == "none":
+        return None
+    return 1 if checkpointing == "full" else int(checkpointing.removeprefix("every-"))
+
+
+class CheckpointingLever(Lever):
+    """none, full (every layer), every-N (layers 0, N, 2N, ...)."""
+
+    field = "checkpointing"
+    lowers_memory = (("full", "none"), ("every-2", "none"), ("full", "every-2"))
+    loss_tolerance = {"full": 1e-5, "every-2": 1e-5}  # noqa: RUF012
+
+    def choices(self, context: Context) -> list[Choice]:
+        """Every model of transformers with checkpointing layers can; half of the layers is worth a look from four."""
+        found = [Choice(value="none", reason="nothing is computed twice")]
+        found.append(Choice(value="full", reason="keeps one hidden state a layer, for one more forward pass"))
+        for n in (2, 4):
+            found.append(
+                Choice(
+                    value=f"every-{n}",
+                    swept=n == 2 and context.layers >= 4,
+                    reason=f"keeps all but one in {n} layers' activations, for a {n}th of the recomputation",
+                )
+            )
+        return found
+
+    def change_model(self, model: nn.Module, config: TrainingConfig) -> nn.Module:
+        """As the emitted script does: enable it, then switch the layers off that don't take part."""
+        n = every_n(config.checkpointing)
+        if n is None:
+            return model
+        base: Any = model
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.method != "full":
+            # the frozen embedding's output needs a gradient for the first checkpointed layer to be recomputed
+            base.enable_input_require_grads()
+        for index, layer in enumerate(checkpointing_layers(model)):
+            layer.gradient_checkpointing = index % n == 0  # type: ignore[assignment]
+        return model
+
+
+def checkpointing_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, in model order, across stacks (an encoder's, then a decoder's)."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

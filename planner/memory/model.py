@@ -1,0 +1,251 @@
+"""Memory as a function of micro-batch and sequence length: exact, invertible, and cheap to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.memory.allocator import AllocatorSettings, replay_events
+from planner.memory.polynomials import NotPolynomialError, Polynomials, Shape, fit, shapes_needed
+from planner.memory.program import Program, build, categories
+from planner.recording.record import CATEGORY_NAMES, WORKSPACE, Op, Recording
+
+Int64s = NDArray[np.int64]
+Record = Callable[[Shape], Recording]
+
+BLOCK_BYTES = 512
+"""The allocator rounds every request up to this (CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What a replayed run holds at most."""
+
+    allocated_bytes: int
+    """``torch.cuda.max_memory_allocated``"""
+    reserved_bytes: int
+    """``torch.cuda.max_memory_reserved``"""
+    breakdown: dict[str, int]
+    """Allocated bytes by category when the allocated peak is reached."""
+    phase: str
+    """The phase of the loop in which that is."""
+
+
+class Variant(NamedTuple):
+    """What changes a step's structure, not only its sizes; each variant is recorded apart."""
+
+    single: bool
+    """One sequence: tensors with a dimension of one are contiguous more often."""
+    aligned: bool
+    """A length of a multiple of 16: attention masks need no padding (attention.cpp, pad_bias)."""
+
+    @classmethod
+    def of(cls, shape: Shape) -> Variant:
+        """The variant that a shape belongs to."""
+        return cls(shape[0] == 1, shape[1] % 16 == 0)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Small shapes to record: three that tell every monomial from every other, then more for sums.
+
+        Multiples of 40, so that fractions of the token count in kernels' workspaces are whole numbers.
+        """
+        lengths = (80, 240, 400, 160, 320, 80, 240, 400) if self.aligned else (40, 120, 200, 360, 280, 120, 40, 200)
+        batches = (1,) * 8 if self.single else (2, 3, 5, 3, 2, 6, 4, 7)
+        return tuple(zip(batches, lengths, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """A step's events with a polynomial for each size, and the same for its operators."""
+
+    template: Recording
+    """One recording; its sizes are replaced."""
+    sizes: Polynomials
+    """[blocks + 1]"""
+    gate_counts: Polynomials
+    """[gates]"""
+    flops: Polynomials
+    """[operators]"""
+    moved: Polynomials
+    """[operands of all operators]"""
+
+    def sizes_at(self, shape: Shape) -> Int64s:
+        """Bytes of every recorded block at a shape."""
+        sizes = self.sizes.at(shape)
+        if self.template.gates:
+            counts = self.gate_counts.at(shape)
+            for (block, _, threshold), count in zip(self.template.gates, counts, strict=True):
+                if count <= threshold:
+                    sizes[block] = 0
+        return sizes
+
+    def ops_at(self, shape: Shape) -> tuple[Int64s, Int64s]:
+        """FLOPs and moved bytes of every operator at a shape."""
+        return self.flops.at(shape), np.add.reduceat(self.moved.at(shape), self._operand_starts)
+
+    @cached_property
+    def _operand_starts(self) -> Int64s:
+        counts = [len(op.moved_bytes) for op in self.template.ops]
+        return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+
+
+def fit_step(record: Record, shapes: Sequence[Shape]) -> StepModel:
+    """Record at three of ``shapes`` (more when a size needs it) and solve for every size.
+
+    Raises NotPolynomialError when structure or sizes follow no polynomial.
+    """
+    recordings = [record(shape) for shape in shapes[:3]]
+    if shapes_needed(shapes[:3], _all_values(recordings)):
+        recordings += [record(shape) for shape in shapes[3:]]
+    structure = recordings[0].structure
+    if any(recording.structure != structure for recording in recordings[1:]):
+        raise NotPolynomialError(np.zeros(0, dtype=np.int64))
+    polynomials = fit(shapes[: len(recordings)], _all_values(recordings))
+    return _split(recordings[0], polynomials)
+
+
+def _all_values(recordings: Sequence[Recording]) -> Int64s:
+    counts = {(len(r.sizes), len(r.gates), len(r.ops), sum(len(op.moved_bytes) for op in r.ops)) for r in recordings}
+    if len(counts) > 1:
+        raise NotPolynomialError(np.zeros(0, dtype=np.int64))
+    return np.array(
+        [
+            [
+                *recording.sizes,
+                *(count for _, count, _ in recording.gates),
+                *(op.flops for op in recording.ops),
+                *(nbytes for op in recording.ops for nbytes in op.moved_bytes),
+            ]
+            for recording in recordings
+        ],
+        dtype=np.int64,
+    )
+
+
+def _split(template: Recording, polynomials: Polynomials) -> StepModel:
+    ends = np.cumsum([len(template.sizes), len(template.gates), len(template.ops)])
+    parts = [
+        Polynomials(numerators, denominators)
+        for numerators, denominators in zip(
+            np.split(polynomials.numerators, ends), np.split(polynomials.denominators, ends), strict=True
+        )
+    ]
+    return StepModel(template=template, sizes=parts[0], gate_counts=parts[1], flops=parts[2], moved=parts[3])
+
+
+class MemoryModel:
+    """What a configuration structure needs at any micro-batch and length, on a card with given workspaces.
+
+    ``step`` gives the step's model for a Variant, when one is first asked for.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Variant], StepModel],
+        update: Recording,
+        *,
+        cublas_workspace_bytes: int,
+        settings: AllocatorSettings | None = None,
+    ) -> None:
+        self._step = lru_cache(maxsize=4)(step)
+        self.update = update
+        self._workspace_bytes = cublas_workspace_bytes
+        self._settings = settings or AllocatorSettings()
+        self._program = lru_cache(maxsize=4)(self._build_program)
+        self.peak = lru_cache(maxsize=4096)(self._peak)
+
+    def step(self, shape: Shape) -> StepModel:
+        """The step's model for this shape."""
+        return self._step(Variant.of(shape))
+
+    def _build_program(self, variant: Variant, accumulate: bool) -> Program:
+        return build(self._step(variant).template, self.update, accumulate=accumulate)
+
+    def program(self, shape: Shape, *, accumulate: bool) -> Program:
+        """The run's stream of events."""
+        return self._program(Variant.of(shape), accumulate)
+
+    def block_sizes(self, shape: Shape, *, accumulate: bool) -> Int64s:
+        """Bytes of every block of the program at a shape."""
+        model = self.step(shape)
+        rows = np.concatenate([model.sizes_at(shape), np.array(self.update.sizes, dtype=np.int64)])
+        kinds = categories(model.template, self.update)
+        rows[kinds == WORKSPACE] = self._workspace_bytes
+        sizes: Int64s = rows[self.program(shape, accumulate=accumulate).rows]
+        return sizes
+
+    def allocated_bytes(self, shape: Shape, *, accumulate: bool) -> int:
+        """Peak of the rounded live sizes: a lower bound of what is reserved, a hundred times cheaper."""
+        return int(self._live_bytes(shape, accumulate=accumulate).max(initial=0))
+
+    def _live_bytes(self, shape: Shape, *, accumulate: bool) -> Int64s:
+        events = self.program(shape, accumulate=accumulate).events
+        sizes = -(-self.block_sizes(shape, accumulate=accumulate) // BLOCK_BYTES) * BLOCK_BYTES
+        live: Int64s = np.cumsum(np.sign(events) * sizes[np.abs(events)])
+        return live
+
+    def _peak(self, shape: Shape, *, accumulate: bool) -> Peak:
+        program = self.program(shape, accumulate=accumulate)
+        sizes = self.block_sizes(shape, accumulate=accumulate)
+        replay = replay_events(program.events, sizes, self._settings)
+        top = int(np.argmax(self._live_bytes(shape, accumulate=accumulate)))
+        return Peak(
+            allocated_bytes=replay.peak_allocated_bytes,
+            reserved_bytes=replay.peak_reserved_bytes,
+            breakdown=self._breakdown(program, sizes, shape, top),
+            phase=[name for name, start in program.marks if start <= top][-1],
+        )
+
+    def _breakdown(self, program: Program, sizes: Int64s, shape: Shape, top: int) -> dict[str, int]:
+        """Live bytes by category after event ``top``."""
+        kinds = categories(self.step(shape).template, self.update)[program.rows]
+        events = program.events[: top + 1]
+        rounded = -(-sizes // BLOCK_BYTES) * BLOCK_BYTES
+        blocks = np.abs(events)
+        live = np.bincount(kinds[blocks], weights=np.sign(events) * rounded[blocks], minlength=len(CATEGORY_NAMES))
+        return {name: int(amount) for name, amount in zip(CATEGORY_NAMES, live, strict=True)}
+
+    # -- the model the other way round ---------------------------------------------------------------------------
+
+    def largest_micro_batch(self, seq_len: int, budget_bytes: int, *, accumulate: bool, limit: int = 4096) -> int:
+        """The largest micro-batch whose reserved peak is within the budget; 0 when none is."""
+        return _largest(lambda b: self._within((b, seq_len), budget_bytes, accumulate=accumulate), limit)
+
+    def longest_seq_len(
+        self, micro_batch_size: int, budget_bytes: int, *, accumulate: bool, limit: int, multiple: int = 8
+    ) -> int:
+        """The longest length (a multiple of ``multiple``, at most ``limit``) within the budget; 0 when none is."""
+        units = _largest(
+            lambda n: self._within((micro_batch_size, n * multiple), budget_bytes, accumulate=accumulate),
+            limit // multiple,
+        )
+        return units * multiple
+
+    def largest_token_budget(self, seq_len: int, budget_bytes: int, *, accumulate: bool) -> int:
+        """Padded tokens a micro-batch may hold when its longest sequence has ``seq_len`` tokens."""
+        return seq_len * self.largest_micro_batch(seq_len, budget_bytes, accumulate=accumulate)
+
+    def _within(self, shape: Shape, budget_bytes: int, *, accumulate: bool) -> bool:
+        if self.allocated_bytes(shape, accumulate=accumulate) > budget_bytes:
+            return False
+        return self.peak(shape, accumulate=accumulate).reserved_bytes <= budget_bytes
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to ``limit`` that fits, by doubling and bisection; 0 when 1 doesn't."""
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+__all__ = ["MemoryModel", "Op", "Peak", "StepModel", "Variant", "fit_step"]

@@ -1,0 +1,190 @@
+"""What CUDA kernels need beyond their outputs, and what each operator costs.
+
+Tensors without data show what an operator returns, not what its kernel allocates while it runs. Each rule here
+names the kernel that does so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What recording must know of the card: the properties that choose kernels."""
+
+    compute_capability: tuple[int, int]
+    """Major and minor."""
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """sdp_utils.cpp, check_flash_attention_hardware_support: sm80 and newer."""
+        return self.compute_capability >= (8, 0)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+# -- workspaces ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A buffer that lives while one kernel runs."""
+
+    nbytes: int
+    """Size as requested."""
+    count: int = 0
+    """The quantity that decides whether the kernel takes the path that needs it ..."""
+    threshold: int = -1
+    """... which it does above this value."""
+
+
+def kernel_workspaces(func: Any, args: tuple[Any, ...], target: Target) -> list[Scratch]:
+    """The buffers that the operator's CUDA kernel allocates while it runs, all alive together."""
+    rule = _WORKSPACES.get(func)
+    return list(rule(args, target)) if rule else []
+
+
+def _matmul_copies(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """CUDABlas wants unit stride in one of the last two dimensions: other operands are copied first.
+
+    aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
+    """
+    for operand in args[-2:]:
+        if isinstance(operand, Tensor) and operand.dim() >= 2 and not _is_cublas_layout(operand):
+            yield Scratch(operand.numel() * operand.element_size())
+
+
+def _is_cublas_layout(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape[-2:]
+    row_stride, column_stride = matrix.stride()[-2:]
+    return (column_stride == 1 and row_stride >= max(1, columns)) or (row_stride == 1 and column_stride >= max(1, rows))
+
+
+def _layer_norm_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """Partial sums of dgamma and dbeta, one row for each block of 32 rows.
+
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: above 64 x 1024 rows (and
+    columns / 32 below half the multiprocessors, which holds for hidden sizes up to 1024 on cards with 70 or more).
+    """
+    x, normalized_shape, weight = args[1], args[2], args[5]
+    columns = math.prod(normalized_shape)
+    if weight is None or columns > 1024:
+        return
+    rows = x.numel() // columns
+    for _ in range(2):
+        yield Scratch(-(-rows * columns * weight.element_size() // 32), rows, 64 * 1024)
+
+
+def _embedding_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """Sorting the indices, and partial sums of long runs of one index.
+
+    aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda (above 3072 indices) and
+    EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel (NROWS_PER_THREAD = 10 rows a partial segment, at
+    most one partial segment more for each distinct index).
+    """
+    grad, indices = args[0], args[1]
+    count = indices.numel()
+    array_bytes = count * indices.element_size()
+    for arrays in (1, 1, 2):  # sorted_indices; orig_indices; cub's range and key scratch
+        yield Scratch(arrays * array_bytes, count, 3072)
+    yield Scratch(-(-count * grad.shape[-1] * max(4, grad.element_size()) // 10), count, 3072)
+
+
+def _efficient_attention_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """Row sums and fp32 accumulators of the memory-efficient (cutlass) backward kernel.
+
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu, _efficient_attention_backward, and
+    mem_eff_attention/kernel_backward.h: workspace_elements_gq, _gk and _gv, kKernelComputesDelta, kOutputInRF.
+    """
+    query, key = args[1], args[2]
+    batch, heads, rows, head_dim = query.shape
+    delta_bytes = batch * heads * rows * 4
+    if query.element_size() == 4:  # delta = (grad_out * out).sum(-1).contiguous(), by separate kernels
+        yield Scratch(query.numel() * 4)
+        yield Scratch(delta_bytes)
+        yield Scratch(delta_bytes)
+        return
+    yield Scratch(delta_bytes)
+    elements = round_up(rows, 64) * round_up(head_dim, 32)
+    # dk and dv stay in registers for head sizes up to 64, and up to 128 where shared memory allows 128-row tiles
+    if head_dim > (128 if target.compute_capability in ((8, 0), (9, 0), (10, 0)) else 64):
+        elements += 2 * round_up(key.shape[2], 64) * round_up(head_dim, 64)
+    yield Scratch(batch * heads * elements * 4)
+
+
+def _flash_attention_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """Row sums and the fp32 dq accumulator; dk and dv expanded under grouped-query attention.
+
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: rows rounded up to 128, head size to
+    32 (64 above 128).
+    """
+    query, key = args[1], args[2]
+    batch, heads, rows, head_dim = query.shape
+    rows_rounded = round_up(rows, 128)
+    yield Scratch(batch * heads * rows_rounded * 4)
+    yield Scratch(batch * rows_rounded * heads * round_up(head_dim, 32 if head_dim <= 128 else 64) * 4)
+    if key.shape[1] != heads:
+        for _ in range(2):
+            yield Scratch(batch * key.shape[2] * heads * head_dim * key.element_size())
+
+
+_WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Target], Iterator[Scratch]]] = {
+    aten.mm.default: _matmul_copies,
+    aten.bmm.default: _matmul_copies,
+    aten.addmm.default: _matmul_copies,
+    aten.baddbmm.default: _matmul_copies,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+}
+
+
+# -- costs -----------------------------------------------------------------------------------------------------------
+
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def op_cost(func: Any, args: tuple[Any, ...], out: Any) -> tuple[str, int, tuple[int, ...]]:
+    """``(kind, flops, bytes of each operand)`` of one operator call."""
+    operands = list(_tensors(args))
+    results = list(_tensors((out,)))
+    moved = tuple(_touched_bytes(t) for t in (*operands, *results))
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is None:
+        return "elementwise", 0, moved
+    flops = int(formula(*args, out_val=out))
+    dtype = _DTYPE_NAMES.get(operands[-1].dtype, "fp32")
+    name = func.overloadpacket.__name__
+    return ("attention:" if name.startswith(_ATTENTION) else "matmul:") + dtype, flops, moved
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """An expanded tensor is read once for each distinct element."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            elements *= size
+    return elements * tensor.element_size()

@@ -1,0 +1,176 @@
+"""The one step: built from a configuration, run on tensors without data, and written down.
+
+The order is the emitted script's: batch to the device, forward under autocast, loss in fp32, outputs dropped,
+backward, batch dropped; after the last micro-batch clip, update, and gradients set to None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.config import TrainingConfig
+from planner.errors import RecordingError
+from planner.levers import LEVERS
+from planner.levers.checkpointing import checkpointing_layers
+from planner.levers.optimizer import make_optimizer
+from planner.levers.precision import autocast_dtype, base_dtype
+from planner.memory.polynomials import Shape
+from planner.recording.cuda import CudaSemantics
+from planner.recording.kernels import Target
+from planner.recording.record import ACTIVATIONS, INPUTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Recording
+from planner.recording.recorder import Recorder
+from planner.workload import Workload, device_tensors, loss_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSource:
+    """What a step is recorded from: one model, built once, recorded at many shapes."""
+
+    workload: Workload
+    """Model and task."""
+    config: TrainingConfig
+    """The structure; its micro-batch and length are not looked at."""
+    model: nn.Module
+    """The model with every lever applied."""
+    target: Target
+    """What the card does to kernels."""
+
+    def record(self, shape: Shape) -> Recording:
+        """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``."""
+        self.model.zero_grad(set_to_none=True)
+        try:
+            return _record(self, shape)
+        except (NotImplementedError, RuntimeError) as error:
+            raise RecordingError(f"{self.workload.spec.model_id}: {_first_line(error)}") from error
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that the optimizer gets, in model order."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def make_source(workload: Workload, config: TrainingConfig, target: Target, **changes: Any) -> StepSource:
+    """Build the model with every lever applied. ``changes`` go to the model's configuration."""
+    model = workload.build_model(
+        attention=config.attention, dtype=base_dtype(config.precision, config.method), **changes
+    )
+    for lever in LEVERS:
+        model = lever.change_model(model, config)
+    model.train()
+    return StepSource(workload=workload, config=config, model=model, target=target)
+
+
+def _record(source: StepSource, shape: Shape) -> Recording:
+    recorder = Recorder(source.target)
+    semantics = CudaSemantics(source.target, autocast_dtype=autocast_dtype(source.config.precision))
+    with ExitStack() as stack:
+        for handle in _hooks(source.model, recorder, semantics):
+            stack.callback(handle.remove)
+        stack.enter_context(_recomputation(source.model, recorder, semantics))
+        stack.enter_context(semantics)
+        stack.enter_context(recorder)
+        recorder.phase("load", category=PARAMETERS)
+        recorder.adopt(device_tensors(source.model))
+        run_micro_batch(source.workload, source.model, shape, recorder, semantics.autocasting)
+    return recorder.recording()
+
+
+def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics) -> Iterable[Any]:
+    yield from recorder.watch_gradients(p for p in model.parameters() if p.requires_grad)
+    yield from recorder.watch_layers(checkpointing_layers(model))
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:  # their code runs under maybe_autocast(enabled=False)
+            yield from semantics.exempt(module)
+
+
+@contextmanager
+def _recomputation(model: nn.Module, recorder: Recorder, semantics: CudaSemantics) -> Iterator[None]:
+    """Have torch.utils.checkpoint enter the modes' contexts when it recomputes a layer (its ``context_fn``)."""
+
+    @contextmanager
+    def recompute(index: int) -> Iterator[None]:
+        with recorder.in_layer(index), semantics.recomputing():
+            yield
+
+    layers: list[Any] = [layer for layer in checkpointing_layers(model) if getattr(layer, "gradient_checkpointing", 0)]
+    functions = [layer._gradient_checkpointing_func for layer in layers]
+    for index, layer in enumerate(checkpointing_layers(model)):
+        if layer in layers:
+            layer._gradient_checkpointing_func = partial(
+                layer._gradient_checkpointing_func, context_fn=partial(_contexts, recompute, index)
+            )
+    try:
+        yield
+    finally:
+        for layer, function in zip(layers, functions, strict=True):
+            layer._gradient_checkpointing_func = function
+
+
+def _contexts(recompute: Callable[[int], Any], index: int) -> tuple[Any, Any]:
+    return nullcontext(), recompute(index)
+
+
+def run_micro_batch(
+    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any]
+) -> None:
+    """One micro-batch of the emitted loop, from the batch's arrival to its end."""
+    recorder.phase("inputs", category=INPUTS)
+    batch = workload.make_batch(*shape)
+    recorder.phase("forward", category=ACTIVATIONS)
+    loss = _forward(model, batch, autocasting)
+    recorder.phase("backward", category=TEMPORARIES, backward=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    recorder.phase("end")
+    del loss, batch
+
+
+def _forward(model: nn.Module, batch: dict[str, Tensor], autocasting: Callable[[], Any]) -> Tensor:
+    from accelerate.utils import convert_to_fp32
+
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    with autocasting():
+        outputs = model(**inputs)
+    # accelerate.Accelerator.prepare_model wraps forward in autocast and then this
+    logits = convert_to_fp32({"logits": outputs["logits"]})["logits"]
+    del outputs
+    return loss_of(logits, labels, items=1)
+
+
+def record_update(source: StepSource) -> Recording:
+    """Clip and update, twice: the first update makes the optimizer's state. Phases first_update, later_update."""
+    recorder = Recorder(source.target)
+    parameters = [p.detach().requires_grad_() for p in source.trainable]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    on_host = source.config.offload == "optimizer"
+    optimizer = make_optimizer(source.config.optimizer, parameters)
+    recorder.adopt([t for p in parameters for t in (p, p.grad) if t is not None])
+    with recorder:
+        for name in ("first_update", "later_update"):
+            recorder.phase(name, category=TEMPORARIES)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if not on_host:
+                with recorder.categorised(OPTIMIZER):
+                    optimizer.step()
+        recorder.phase("end")
+    return _persistent_only_as_state(recorder.recording())
+
+
+def _persistent_only_as_state(recording: Recording) -> Recording:
+    """Blocks that an update frees again are temporaries, whatever made them."""
+    freed = {-event for event in recording.events if event < 0}
+    for block in freed:
+        recording.categories[block] = TEMPORARIES
+    return recording
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

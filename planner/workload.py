@@ -1,0 +1,140 @@
+"""What is trained: a model, a padded batch as the task's collator makes it, and the task's loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner.errors import InputError, Problem
+from planner.models import ModelSpec
+
+_AUTO_MAPPINGS = {
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+TRAINABLE_TASKS = tuple(_AUTO_MAPPINGS)
+"""Tasks that this version simulates and writes a script for."""
+
+# Tokenizers of these families return token_type_ids (their model_input_names).
+_TOKEN_TYPE_FAMILIES = ("bert", "albert", "electra", "deberta-v2", "mobilebert", "layoutlm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model on a task."""
+
+    spec: ModelSpec
+    """The model."""
+    task: str
+    """One of TRAINABLE_TASKS."""
+    num_labels: int = 2
+    """Classes of a classification task."""
+    target_seq_len: int | None = None
+    """Tokens of the target sequence (seq2seq-lm only)."""
+
+    @property
+    def architecture(self) -> str:
+        """The transformers class that the task needs."""
+        from transformers.models.auto import modeling_auto
+
+        names: dict[str, str] = getattr(modeling_auto, _AUTO_MAPPINGS[self.task])
+        name = names.get(self.spec.model_type)
+        if name is None:
+            accepted = [
+                task
+                for task, mapping in _AUTO_MAPPINGS.items()
+                if self.spec.model_type in getattr(modeling_auto, mapping)
+            ]
+            raise InputError(
+                [
+                    Problem(
+                        argument="task",
+                        message=f"got {self.task!r} for {self.spec.model_id}; accepted for {self.spec.model_type}: "
+                        f"{', '.join(accepted) or 'none'}; choose one of these",
+                    )
+                ]
+            )
+        return name if isinstance(name, str) else name[0]
+
+    def build_model(self, *, attention: str, dtype: torch.dtype, device: str = "meta", **changes: Any) -> nn.Module:
+        """A model with the task's head, in training mode.
+
+        ``changes`` replace values of the model's configuration (for example the number of layers).
+        """
+        config = self.hf_config(**changes)
+        config._attn_implementation = attention
+        cls = cast(Any, model_class(self.spec.model_type, self.architecture))
+        with torch.device(device):
+            model: nn.Module = cls._from_config(config, dtype=dtype)
+        model.train()
+        return model
+
+    def hf_config(self, **changes: Any) -> Any:
+        """The transformers configuration for this task, without a generation cache."""
+        from transformers import AutoConfig
+
+        values = {key: value for key, value in self.spec.config.items() if not key.startswith("_")}
+        values |= {"use_cache": False, **changes}
+        values.pop("model_type", None)
+        if self.task.endswith("classification"):
+            for stale in ("id2label", "label2id"):
+                values.pop(stale, None)
+            values["num_labels"] = self.num_labels
+        config = AutoConfig.for_model(self.spec.model_type, **values)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # a padded batch of sequence classification needs one
+        return config
+
+    def make_batch(self, micro_batch_size: int, seq_len: int, *, device: str = "meta") -> dict[str, Tensor]:
+        """What the emitted script's collator moves to the device: int64 tensors of [b, s], labels last."""
+
+        def tokens(length: int) -> Tensor:
+            return torch.ones(micro_batch_size, length, dtype=torch.int64, device=device)
+
+        batch = {"input_ids": tokens(seq_len)}
+        if self.spec.model_type in _TOKEN_TYPE_FAMILIES:
+            batch["token_type_ids"] = tokens(seq_len)
+        batch["attention_mask"] = tokens(seq_len)
+        if self.task == "sequence-classification":
+            batch["labels"] = torch.ones(micro_batch_size, dtype=torch.int64, device=device)
+        elif self.task == "seq2seq-lm":
+            batch["labels"] = tokens(self.target_seq_len or seq_len)
+        else:
+            batch["labels"] = tokens(seq_len)
+        return batch
+
+    def tokens_per_sequence(self, seq_len: int) -> int:
+        """Tokens that one sequence of a micro-batch counts for."""
+        return seq_len + (self.target_seq_len or 0)
+
+
+def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
+    """The emitted script's loss: summed cross-entropy in fp32 over the effective batch's items."""
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=-100, reduction="sum") / items
+
+
+def model_class(model_type: str, name: str) -> type[nn.Module]:
+    """A transformers class by name, importing only its own modeling module."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = model_type_to_module_name(model_type)
+    package = importlib.import_module(f"transformers.models.{folder}")
+    return cast("type[nn.Module]", getattr(package, name))
+
+
+def device_tensors(model: nn.Module) -> Iterable[Tensor]:
+    """Parameters and buffers in the order in which ``model.to(device)`` moves them (children first)."""
+    for child in model.children():
+        yield from device_tensors(child)
+    yield from (p for p in model._parameters.values() if p is not None)
+    yield from (b for b in model._buffers.values() if b is not None)

@@ -1,0 +1,260 @@
+"""The emitted files as text: what they hold, what they leave out, and that tools accept them."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.config import LoraSettings, TrainingConfig
+from planner.emit import EMITTED_TASKS, render_training_files
+from planner.emit.header import header_lines, plan_command
+from planner.errors import InputError
+from planner.request import make_request
+
+LORA = LoraSettings()
+LEVERS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"precision": "tf32"},
+    "fp16-amp": {"precision": "fp16-amp"},
+    "bf16-amp": {"precision": "bf16-amp"},
+    "bf16": {"precision": "bf16"},
+    "full": {"checkpointing": "full"},
+    "every-2": {"checkpointing": "every-2", "precision": "fp16-amp"},
+    "foreach": {"optimizer": "adamw_foreach"},
+    "8bit": {"optimizer": "adamw_8bit", "precision": "bf16"},
+    "adafactor": {"optimizer": "adafactor"},
+    "sgd": {"optimizer": "sgd"},
+    "offload": {"offload": "optimizer", "precision": "fp16-amp"},
+    "eager": {"attention": "eager"},
+    "lora": {"method": "lora", "lora": LORA, "precision": "bf16", "checkpointing": "full"},
+    "qlora": {"method": "qlora", "quantization": "nf4", "lora": LORA, "precision": "bf16"},
+    "qlora-amp": {
+        "method": "qlora",
+        "quantization": "nf4",
+        "lora": LORA,
+        "precision": "fp16-amp",
+        "optimizer": "adamw_8bit",
+        "checkpointing": "every-4",
+    },
+}
+TABLE = list(itertools.product(EMITTED_TASKS, LEVERS))
+
+
+def make_plan(task: str = "sequence-classification", model: str = "bert-base-uncased", **config: Any) -> dict:
+    """A plan as plan.json holds it; ``config`` replaces fields of the training configuration."""
+    fields: dict[str, Any] = {
+        "micro_batch_size": 8,
+        "seq_len": 512,
+        "max_tokens_per_micro_batch": 4096,
+        "gradient_accumulation_steps": 4,
+        "effective_batch_size": 32,
+        "precision": "fp32",
+    }
+    return {
+        "schema_version": 1,
+        "request": make_request(model=model, vram="8GB").model_dump(mode="json"),
+        "hardware": {"name": "NVIDIA GeForce RTX 3070", "compute_capability": [8, 6]},
+        "workload": {
+            "model": model,
+            "task": task,
+            "target_seq_len": 128 if task == "seq2seq-lm" else None,
+        },
+        "config": TrainingConfig(**(fields | config)).model_dump(mode="json"),
+        "memory": {
+            "peak_reserved_bytes": 6_500_000_000,
+            "context_bytes": 450_000_000,
+            "margin_bytes": 200_000_000,
+            "total_bytes": 7_150_000_000,
+            "ceiling_bytes": 8_350_000_000,
+        },
+        "time": {"step_ms": 812.3, "tokens_per_s": 20_170.0, "source": "simulated"},
+    }
+
+
+def script(task: str = "sequence-classification", **config: Any) -> str:
+    return render_training_files(make_plan(task, **config))["train.py"]
+
+
+def imported(text: str) -> set[str]:
+    """The packages that a script imports anywhere in its text."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).split(".")[0])
+    return names
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script of every task and lever."""
+    folder = tmp_path_factory.mktemp("rendered")
+    for task, lever in TABLE:
+        (folder / f"{task}_{lever}.py").write_text(script(task, **LEVERS[lever]), encoding="utf-8")
+    return folder
+
+
+def ruff(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ruff", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(("task", "lever"), TABLE)
+def test_script_is_python_that_needs_no_planner(task: str, lever: str) -> None:
+    """Every script parses, and imports only what a training environment has."""
+    allowed = {"pandas", "psutil", "torch", "accelerate", "tqdm", "transformers", "peft", "bitsandbytes"}
+    outside = imported(script(task, **LEVERS[lever])) - set(sys.stdlib_module_names)
+    assert set() == outside - allowed
+    assert {"accelerate", "torch", "transformers"} <= outside
+
+
+def test_scripts_pass_the_linter(rendered: Path) -> None:
+    """Ruff has nothing to say about any script at the line length of this project."""
+    done = ruff("check", "--isolated", "--line-length", "110", "--select", "E,F,W,I,UP,B,PTH,RUF", rendered)
+    assert 0 == done.returncode, done.stdout
+
+
+def test_scripts_are_formatted(rendered: Path) -> None:
+    """Ruff would format every script as it is."""
+    done = ruff("format", "--isolated", "--line-length", "110", "--check", rendered)
+    assert 0 == done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("task", EMITTED_TASKS)
+def test_plain_script_is_short(task: str) -> None:
+    """A plan without levers gives a script that is read in one sitting."""
+    assert 370 > len(script(task).splitlines())
+
+
+MARKS = {
+    "peft": {"lora", "qlora", "qlora-amp"},
+    "BitsAndBytesConfig": {"qlora", "qlora-amp"},
+    "import bitsandbytes": {"8bit", "qlora-amp"},
+    "checkpoint_activations": {"full", "every-2", "lora", "qlora-amp"},
+    "GradientCheckpointingLayer": {"every-2", "qlora-amp"},
+    "HostAdamW": {"offload"},
+    "fused=True": {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "full", "every-2", "offload", "eager"}
+    | {"lora", "qlora"},
+    "foreach=True": {"foreach"},
+    "Adafactor": {"adafactor"},
+    "SGD": {"sgd"},
+    "scaler": {"fp16-amp", "every-2", "offload", "qlora-amp"},
+    "set_float32_matmul_precision": {"tf32"},
+    "logits.float()": {"bf16", "8bit", "lora", "qlora"},
+    'attn_implementation="eager"': {"eager"},
+    "math.ceil(tokens / 8)": set(LEVERS) - {"fp32", "tf32", "full", "foreach", "adafactor", "sgd", "eager"},
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_script_holds_only_what_the_plan_uses(mark: str) -> None:
+    """A lever leaves its trace in the scripts of the plans that use it, and in no other."""
+    assert MARKS[mark] == {lever for lever, config in LEVERS.items() if mark in script(**config)}
+
+
+def test_constants_are_the_plan() -> None:
+    """The script's constants are the plan's numbers."""
+    config = {"seq_len": 96, "max_tokens_per_micro_batch": 480, "effective_batch_size": 20}
+    names = ast.parse(script("seq2seq-lm", **config)).body
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in names
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0] != "D"
+    }
+    assert "bert-base-uncased" == values["MODEL"]
+    assert 96 == values["SEQ_LEN"]
+    assert 128 == values["TARGET_SEQ_LEN"]
+    assert 480 == values["MAX_TOKENS_PER_MICRO_BATCH"]
+    assert 20 == values["EFFECTIVE_BATCH_SIZE"]
+
+
+def test_header_tells_commands_memory_and_time() -> None:
+    """The comment at the top says what made the script, what runs it, and what to expect."""
+    top = script().split("\nimport ")[0]
+    assert "plan --model bert-base-uncased --vram 8GB\n" in top
+    assert "accelerate launch --config_file accelerate.yaml train.py --data FILE" in top
+    assert "6.66 GiB of 7.78 GiB on NVIDIA GeForce RTX 3070" in top
+    assert "812 ms a step, 20,170 tokens/s, simulated" in top
+
+
+def test_command_repeats_the_request() -> None:
+    """Options come back as they were given; what has its default value is left out."""
+    request = make_request(
+        model="my model",
+        vram="8GB",
+        precision="fp32,bf16-amp",
+        seq_len=256,
+        seed=0,
+        method="auto",
+        trust_remote_code=True,
+    )
+    expected = "plan --model 'my model' --vram 8GB --seq-len 256 --precision fp32,bf16-amp --trust-remote-code"
+    assert expected == plan_command(request.model_dump(mode="json"))
+
+
+def test_nothing_in_a_plan_escapes_the_header() -> None:
+    """A line break or a quote in a name stays inside the comment or the string that it belongs to."""
+    plan = make_plan()
+    name = 'a"b\\\nimport os\n"""'
+    plan["request"]["model"] = plan["hardware"]["name"] = plan["workload"]["model"] = name
+    text = render_training_files(plan)["train.py"]
+    assert "os" not in imported(text)
+    assert f"MODEL = {name!r}".count("\\n") == text.split("\nMODEL = ")[1].split("\n")[0].count("\\n")
+    assert all("\n" not in line for line in header_lines(plan))
+
+
+def test_local_config_file_names_its_folder() -> None:
+    """A plan for some/folder/config.json trains the model that lies in the folder."""
+    text = render_training_files(make_plan(model="some/folder/config.json"))["train.py"]
+    assert 'MODEL = "some/folder"\n' in text
+
+
+def test_remote_code_is_allowed_only_on_request() -> None:
+    """``trust_remote_code`` stands in the script of a request that has it."""
+    plan = make_plan()
+    assert "trust_remote_code" not in render_training_files(plan)["train.py"]
+    plan["request"]["trust_remote_code"] = True
+    assert 2 == render_training_files(plan)["train.py"].count("trust_remote_code=True")
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("task", {"task": "image-classification"}),
+        ("offload", {"offload": "optimizer", "optimizer": "adafactor"}),
+        ("checkpointing", {"checkpointing": "every-0"}),
+    ],
+)
+def test_what_no_script_can_do_is_refused(argument: str, change: dict[str, str]) -> None:
+    """Tasks and combinations without a script are an input error that names the argument."""
+    with pytest.raises(InputError) as caught:
+        script(**change)
+    assert [argument] == [problem.argument for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("lever", "expected"), [("fp32", "no"), ("fp16-amp", "fp16"), ("bf16-amp", "bf16"), ("bf16", "no")]
+)
+def test_accelerate_reads_its_settings(tmp_path: Path, lever: str, expected: str) -> None:
+    """accelerate.yaml is what ``accelerate launch`` reads: one process, the plan's mixed precision."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(render_training_files(make_plan(**LEVERS[lever]))["accelerate.yaml"])
+    settings = load_config_from_file(str(path))
+    assert expected == settings.mixed_precision
+    assert 1 == settings.num_processes
+    assert "NO" == settings.distributed_type.value
+
+
+def test_rendering_needs_no_torch() -> None:
+    """The emit room imports neither torch nor transformers."""
+    code = "import planner.emit, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
