@@ -99,17 +99,17 @@ def _recomputation(model: nn.Module, recorder: Recorder, semantics: CudaSemantic
         with recorder.in_layer(index), semantics.recomputing():
             yield
 
-    layers: list[Any] = [layer for layer in checkpointing_layers(model) if getattr(layer, "gradient_checkpointing", 0)]
-    functions = [layer._gradient_checkpointing_func for layer in layers]
+    recomputed: list[tuple[Any, Any]] = []
+    layer: Any
     for index, layer in enumerate(checkpointing_layers(model)):
-        if layer in layers:
-            layer._gradient_checkpointing_func = partial(
-                layer._gradient_checkpointing_func, context_fn=partial(_contexts, recompute, index)
-            )
+        if getattr(layer, "gradient_checkpointing", False):
+            function = layer._gradient_checkpointing_func
+            recomputed.append((layer, function))
+            layer._gradient_checkpointing_func = partial(function, context_fn=partial(_contexts, recompute, index))
     try:
         yield
     finally:
-        for layer, function in zip(layers, functions, strict=True):
+        for layer, function in recomputed:
             layer._gradient_checkpointing_func = function
 
 
@@ -144,14 +144,14 @@ def _forward(model: nn.Module, batch: dict[str, Tensor], autocasting: Callable[[
     return loss_of(logits, labels, items=1)
 
 
-def record_update(source: StepSource) -> Recording:
+def record_update(source: StepSource, optimizer_name: str, offload: str) -> Recording:
     """Clip and update, twice: the first update makes the optimizer's state. Phases first_update, later_update."""
     recorder = Recorder(source.target)
     parameters = [p.detach().requires_grad_() for p in source.trainable]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    on_host = source.config.offload == "optimizer"
-    optimizer = make_optimizer(source.config.optimizer, parameters)
+    on_host = offload == "optimizer"
+    optimizer = make_optimizer(optimizer_name, parameters)
     recorder.adopt([t for p in parameters for t in (p, p.grad) if t is not None])
     with recorder:
         for name in ("first_update", "later_update"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, cast
 
 from planner.errors import InputError, Problem
-from planner.models import ModelSpec
+from planner.models import ModelSpec, separate_output_layer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 _AUTO_MAPPINGS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -70,6 +70,8 @@ class Workload:
 
         ``changes`` replace values of the model's configuration (for example the number of layers).
         """
+        import torch
+
         config = self.hf_config(**changes)
         config._attn_implementation = attention
         cls = cast(Any, model_class(self.spec.model_type, self.architecture))
@@ -85,6 +87,8 @@ class Workload:
         values = {key: value for key, value in self.spec.config.items() if not key.startswith("_")}
         values |= {"use_cache": False, **changes}
         values.pop("model_type", None)
+        if separate_output_layer(self.spec):  # from_pretrained keeps the checkpoint's own output layer
+            values["tie_word_embeddings"] = False
         if self.task.endswith("classification"):
             for stale in ("id2label", "label2id"):
                 values.pop(stale, None)
@@ -96,6 +100,7 @@ class Workload:
 
     def make_batch(self, micro_batch_size: int, seq_len: int, *, device: str = "meta") -> dict[str, Tensor]:
         """What the emitted script's collator moves to the device: int64 tensors of [b, s], labels last."""
+        import torch
 
         def tokens(length: int) -> Tensor:
             return torch.ones(micro_batch_size, length, dtype=torch.int64, device=device)
@@ -119,6 +124,8 @@ class Workload:
 
 def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
     """The emitted script's loss: summed cross-entropy in fp32 over the effective batch's items."""
+    import torch.nn.functional as F
+
     flat = logits.float().reshape(-1, logits.shape[-1])
     return F.cross_entropy(flat, labels.reshape(-1), ignore_index=-100, reduction="sum") / items
 

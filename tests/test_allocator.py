@@ -278,6 +278,11 @@ class TestMaxSplitSize:
         allocator.malloc(5, 120 * MIB)
         assert [[(120 * MIB, True)]] == layout(allocator)
 
+    def test_expandable_blocks_are_split_at_any_size(self):
+        """should_split doesn't ask for the limit there."""
+        options = AllocatorSettings(expandable_segments=True, max_split_size_bytes=40 * MIB)
+        assert [[(45 * MIB, True), (15 * MIB, False)]] == layout(filled(options, 45 * MIB))
+
 
 class TestCapacity:
     """What happens when the driver has no more."""
@@ -374,14 +379,19 @@ class TestCalls:
     """Keys, zero bytes, peaks."""
 
     def test_zero_bytes_allocate_nothing(self):
-        """As torch.empty(0)."""
-        assert 0 == filled(DEFAULT, 0).reserved_bytes
+        """As torch.empty(0); the key is freed like any other."""
+        allocator = filled(DEFAULT, 0)
+        assert 0 == allocator.reserved_bytes
+        allocator.free(1)
+        allocator.malloc(1, 512)
+        assert 512 == allocator.allocated_bytes
 
     def test_a_key_in_use_is_refused(self):
         """And nothing is allocated."""
-        allocator = filled(DEFAULT, 512)
-        with pytest.raises(ValueError, match="key: got 1, which is allocated already"):
-            allocator.malloc(1, 512)
+        allocator = filled(DEFAULT, 512, 0)
+        for key in (1, 2):
+            with pytest.raises(ValueError, match=f"key: got {key}"):
+                allocator.malloc(key, 512)
         assert 512 == allocator.allocated_bytes
 
     def test_freeing_twice_is_refused(self):

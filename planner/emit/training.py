@@ -23,6 +23,8 @@ class _TaskWords:
     """The class of transformers that loads the model with the task's head."""
     peft_task: str
     """``task_type`` of ``peft.LoraConfig``; empty where peft has none for the task."""
+    new_modules: tuple[str, ...] = ()
+    """Patterns of the modules that have no weights in a pretrained checkpoint: they cannot be quantized."""
     learning_rate: float
     """Usual highest learning rate of full fine-tuning with AdamW."""
     epochs: int
@@ -45,6 +47,7 @@ _TASKS = {
     "sequence-classification": _TaskWords(
         auto_class="AutoModelForSequenceClassification",
         peft_task="SEQ_CLS",
+        new_modules=("classifier", "score", ".*pooler"),
         learning_rate=3e-5,
         epochs=3,
         overlong=_CUT,
@@ -56,6 +59,7 @@ _TASKS = {
     "token-classification": _TaskWords(
         auto_class="AutoModelForTokenClassification",
         peft_task="TOKEN_CLS",
+        new_modules=("classifier", "score"),
         learning_rate=3e-5,
         epochs=3,
         overlong=_CUT,
@@ -160,6 +164,7 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "offload": config["offload"] == "optimizer",
         "lora": config["method"] != "full",
         "qlora": config["method"] == "qlora",
+        "unquantized": list(words.new_modules),
         "attention_comment": _ATTENTION[config["attention"]],
         "trust": ", trust_remote_code=True" if trust else "",
     }

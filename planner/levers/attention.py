@@ -14,7 +14,7 @@ class AttentionLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """sdpa where the model's code has it: it computes the same from less memory traffic."""
-        if supports_sdpa(context.spec.model_type):
+        if context.supports_sdpa:
             sdpa = Choice(value="sdpa", reason="fused attention: no S x S matrix is kept, and less memory traffic")
             eager = Choice(value="eager", swept=False, reason="the same result as sdpa from more memory and time")
         else:
@@ -23,13 +23,3 @@ class AttentionLever(Lever):
             )
             eager = Choice(value="eager", reason="the only attention of this model in transformers")
         return [sdpa, eager]
-
-
-def supports_sdpa(model_type: str) -> bool:
-    """Whether transformers' class for this model type has sdpa attention (``_supports_sdpa``)."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    from planner.workload import model_class
-
-    name = MODEL_MAPPING_NAMES.get(model_type)
-    return bool(name) and bool(getattr(model_class(model_type, name), "_supports_sdpa", False))

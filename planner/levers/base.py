@@ -29,6 +29,8 @@ class Context:
     """The largest micro-batch worth looking at."""
     layers: int
     """Repeated layers of the model."""
+    supports_sdpa: bool
+    """Whether transformers has sdpa attention for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
