@@ -15,25 +15,30 @@ class ModelFacts:
     """The transformers class."""
     parameters: int
     """Number of parameters, the head included."""
-    layers: int
-    """Repeated layers (those that activation checkpointing counts)."""
+    stacks: tuple[int, ...]
+    """Repeated layers of each stack (those that activation checkpointing counts)."""
     supports_sdpa: bool
     """Whether transformers has sdpa attention for it."""
     vocab_size: int
     """Entries of the vocabulary; 0 where there is none."""
+
+    @property
+    def layers(self) -> int:
+        """Repeated layers of all stacks."""
+        return sum(self.stacks)
 
 
 def inspect_model(workload: Workload) -> ModelFacts:
     """Build the model without data and look at it."""
     import torch
 
-    from planner.levers.checkpointing import checkpointing_layers
+    from planner.levers.checkpointing import stack_sizes
 
     model = workload.build_model(attention="eager", dtype=torch.float32)
     return ModelFacts(
         architecture=workload.architecture,
         parameters=sum(p.numel() for p in model.parameters()),
-        layers=len(checkpointing_layers(model)),
+        stacks=tuple(stack_sizes(model)),
         supports_sdpa=bool(getattr(model, "_supports_sdpa", False)),
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
     )

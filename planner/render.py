@@ -23,7 +23,7 @@ BAR_CELLS = 24
 
 
 class Printable(Protocol):
-    """What the report needs of a plan (see ``planner.plan.Plan``)."""
+    """What the report needs of a plan (see ``planner.plans.Plan``)."""
 
     @property
     def request(self) -> Any:
@@ -42,7 +42,7 @@ class Printable(Protocol):
         """The chosen configuration."""
 
     @property
-    def memory(self) -> Any:
+    def peak(self) -> Any:
         """Peak memory and its breakdown, in bytes."""
 
     @property
@@ -94,13 +94,13 @@ def _console() -> Console:
 
 def _sections(plan: Printable, console: Console) -> Iterator[tuple[str, Table]]:
     yield "Choice", _choice(plan)
-    yield "Memory at the peak", _memory(plan.memory, "█" if console.encoding.startswith("utf") else "#")
+    yield "Memory at the peak", _memory(plan.peak, "█" if console.encoding.startswith("utf") else "#")
     yield "Next best", _alternatives(plan)
     yield "What each lever would buy", _levers(plan.levers)
 
 
 def _headline(plan: Printable) -> Text:
-    workload, memory, time = plan.workload, plan.memory, plan.time
+    workload, memory, time = plan.workload, plan.peak, plan.time
     text = Text()
     text.append(f"{workload['model']}, {workload['task']}, on {plan.hardware['name']}\n", style="bold")
     text.append(f"fits: needs {format_bytes(memory.total_bytes)} of {format_bytes(memory.ceiling_bytes)} ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from planner import cache
 from planner.config import TrainingConfig
+from planner.errors import RecordingError
 from planner.hardware import Card, context_bytes
 from planner.inspection import ModelFacts, inspect_model
+from planner.levers.offload import HOST_BYTES_PER_PARAMETER
 from planner.memory.model import MemoryModel, StepModel, Variant, fit_step
+from planner.memory.polynomials import NotPolynomialError
 from planner.recording.record import Recording
+from planner.recording.repetition import NotRegularError, Stack
+from planner.timing import Time, step_time
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -53,14 +59,27 @@ class Memory:
         return self.total_bytes <= self.ceiling_bytes
 
 
+def _this_machines_ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Simulator:
     """Answers what a configuration of one workload needs on one card."""
 
-    def __init__(self, workload: Workload, card: Card, *, ceiling_bytes: int, headroom_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        card: Card,
+        *,
+        ceiling_bytes: int,
+        headroom_bytes: int = 0,
+        host_ram_bytes: int | None = None,
+    ) -> None:
         self.workload = workload
         self.card = card
         self.ceiling_bytes = ceiling_bytes
         self._headroom_bytes = headroom_bytes
+        self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
         self._context_bytes, self.context_reason = context_bytes(card)
         self._sources: dict[str, StepSource] = {}
         self._models: dict[str, MemoryModel] = {}
@@ -103,6 +122,33 @@ class Simulator:
             },
         )
 
+    def time(self, config: TrainingConfig) -> Time:
+        """How long an optimizer step takes with this configuration."""
+        return step_time(
+            self.model(config),
+            config,
+            self.card,
+            trainable_parameters=self.trainable_parameters(config),
+            tokens_per_sequence=self.workload.tokens_per_sequence(config.seq_len),
+        )
+
+    def trainable_parameters(self, config: TrainingConfig) -> int:
+        """Number of parameters that get gradients."""
+        if config.method == "full":
+            return self.facts.parameters
+        structure = self.structure(config)
+        return cache.remembered(
+            "trainable",
+            self._key(structure),
+            lambda: sum(p.numel() for p in self._source(config, structure).trainable),
+        )
+
+    def host_shortage_bytes(self, config: TrainingConfig) -> int:
+        """Host memory that offloading needs beyond what there is; at most zero when there is enough."""
+        if config.offload == "none":
+            return 0
+        return self.trainable_parameters(config) * HOST_BYTES_PER_PARAMETER - self._host_ram_bytes
+
     def model(self, config: TrainingConfig) -> MemoryModel:
         """The memory model of a configuration's structure."""
         structure = self.structure(config)
@@ -132,9 +178,24 @@ class Simulator:
 
     def _step_model(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel:
         key = {**self._key(structure), "variant": variant._asdict()}
-        return cache.remembered(
-            "steps", key, lambda: fit_step(self._source(config, structure).record, variant.shapes())
-        )
+        return cache.remembered("steps", key, lambda: self._fit(config, structure, variant))
+
+    def _fit(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel:
+        """From a shallow model where its layers repeat, else from the whole one."""
+        from planner.step import plan_stacks
+
+        stacks = plan_stacks(self.workload, config, self.facts.stacks)
+        if stacks:
+            try:
+                return fit_step(self._source(config, structure, stacks).record, variant.shapes())
+            except (NotRegularError, NotPolynomialError):
+                pass
+        try:
+            return fit_step(self._source(config, structure).record, variant.shapes())
+        except NotPolynomialError as error:
+            raise RecordingError(
+                f"{self.workload.spec.model_id}: memory follows no polynomial of micro-batch and length ({error})"
+            ) from error
 
     def _update_recording(self, config: TrainingConfig, update: dict[str, Any]) -> Recording:
         # which parameters are trained, and in what type, doesn't depend on recomputation or attention
@@ -148,15 +209,15 @@ class Simulator:
 
         return cache.remembered("updates", self._key(key), record)
 
-    def _source(self, config: TrainingConfig, structure: dict[str, Any]) -> StepSource:
+    def _source(self, config: TrainingConfig, structure: dict[str, Any], stacks: tuple[Stack, ...] = ()) -> StepSource:
         from planner.recording.kernels import Target
         from planner.step import make_source
 
-        key = repr(structure)
+        key = repr((structure, stacks))
         if key not in self._sources:
             changed = config.model_copy(update={"precision": structure["precision"]})
             target = Target(compute_capability=self.card.compute_capability)
-            self._sources[key] = make_source(self.workload, changed, target)
+            self._sources[key] = make_source(self.workload, changed, target, stacks)
         return self._sources[key]
 
     @property

@@ -6,7 +6,8 @@ backward, batch dropped; after the last micro-batch clip, update, and gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +19,23 @@ from torch import Tensor, nn
 from planner.config import TrainingConfig
 from planner.errors import RecordingError
 from planner.levers import LEVERS
-from planner.levers.checkpointing import checkpointing_layers
+from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
 from planner.levers.optimizer import make_optimizer
 from planner.levers.precision import autocast_dtype, base_dtype
 from planner.memory.polynomials import Shape
 from planner.recording.cuda import CudaSemantics
 from planner.recording.kernels import Target
-from planner.recording.record import ACTIVATIONS, INPUTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Recording
+from planner.recording.record import (
+    ACTIVATIONS,
+    INPUTS,
+    OPTIMIZER,
+    OUTSIDE_LAYERS,
+    PARAMETERS,
+    TEMPORARIES,
+    Recording,
+)
 from planner.recording.recorder import Recorder
+from planner.recording.repetition import Stack, repeat_layers
 from planner.workload import Workload, device_tensors, loss_of
 
 
@@ -38,15 +48,20 @@ class StepSource:
     config: TrainingConfig
     """The structure; its micro-batch and length are not looked at."""
     model: nn.Module
-    """The model with every lever applied."""
+    """The model with every lever applied; shallow where ``stacks`` repeat."""
+    stacks: tuple[Stack, ...]
+    """How the model's layers become those of the model that is asked for."""
     target: Target
     """What the card does to kernels."""
 
     def record(self, shape: Shape) -> Recording:
-        """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``."""
+        """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``.
+
+        Raises RecordingError, and NotRegularError when the layers don't repeat as a shallow model's must.
+        """
         self.model.zero_grad(set_to_none=True)
         try:
-            return _record(self, shape)
+            return repeat_layers(_record(self, shape), self.stacks)
         except (NotImplementedError, RuntimeError) as error:
             raise RecordingError(f"{self.workload.spec.model_id}: {_first_line(error)}") from error
 
@@ -56,18 +71,57 @@ class StepSource:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
-def make_source(workload: Workload, config: TrainingConfig, target: Target, **changes: Any) -> StepSource:
-    """Build the model with every lever applied. ``changes`` go to the model's configuration."""
+def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
+    """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
     model = workload.build_model(
-        attention=config.attention, dtype=base_dtype(config.precision, config.method), **changes
+        attention=config.attention,
+        dtype=base_dtype(config.precision, config.method),
+        **_shallow(workload, stacks),
     )
     for lever in LEVERS:
         model = lever.change_model(model, config)
     model.train()
-    return StepSource(workload=workload, config=config, model=model, target=target)
+    return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
 
 
-def _record(source: StepSource, shape: Shape) -> Recording:
+# transformers' names for the number of layers of a stack: the common one, then encoders' and decoders'.
+_DEPTH_FIELDS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+
+def plan_stacks(workload: Workload, config: TrainingConfig, layers_of_stacks: Sequence[int]) -> tuple[Stack, ...]:
+    """How to record a shallow model instead; empty when there is nothing to gain."""
+    period = every_n(config.checkpointing) or 1
+    types = getattr(workload.hf_config(), "layer_types", None)
+    if types:
+        period = math.lcm(period, _period(types))
+    stacks = tuple(Stack(layers=count, period=period) for count in layers_of_stacks)
+    if not any(stack.repeats for stack in stacks) or any(stack.layers % period for stack in stacks):
+        return ()
+    shallow = workload.build_model(attention=config.attention, dtype=torch.float32, **_shallow(workload, stacks))
+    wanted = [stack.template_layers for stack in stacks]
+    return stacks if stack_sizes(shallow) == wanted else ()
+
+
+def _period(types: Sequence[str]) -> int:
+    return next(p for p in range(1, len(types) + 1) if list(types) == (list(types[:p]) * len(types))[: len(types)])
+
+
+def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
+    """Changes to the model's configuration that leave it the stacks' template layers."""
+    config = workload.hf_config()
+    changes: dict[str, Any] = {}
+    for stack in stacks if any(stack.repeats for stack in stacks) else ():
+        for name in _DEPTH_FIELDS:
+            if getattr(config, name, None) == stack.layers:
+                changes[config.attribute_map.get(name, name)] = stack.template_layers
+                if name == "num_hidden_layers" and getattr(config, "layer_types", None):
+                    changes["layer_types"] = config.layer_types[: stack.template_layers]
+    return changes
+
+
+@contextmanager
+def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, CudaSemantics]]:
+    """The model on the card, and everything that runs within the block written down."""
     recorder = Recorder(source.target)
     semantics = CudaSemantics(source.target, autocast_dtype=autocast_dtype(source.config.precision))
     with ExitStack() as stack:
@@ -77,7 +131,12 @@ def _record(source: StepSource, shape: Shape) -> Recording:
         stack.enter_context(semantics)
         stack.enter_context(recorder)
         recorder.phase("load", category=PARAMETERS)
-        recorder.adopt(device_tensors(source.model))
+        recorder.adopt(device_tensors(source.model, checkpointing_layers(source.model)))
+        yield recorder, semantics
+
+
+def _record(source: StepSource, shape: Shape) -> Recording:
+    with recording_modes(source) as (recorder, semantics):
         run_micro_batch(source.workload, source.model, shape, recorder, semantics.autocasting)
     return recorder.recording()
 
@@ -152,7 +211,7 @@ def record_update(source: StepSource, optimizer_name: str, offload: str) -> Reco
         parameter.grad = torch.empty_like(parameter)
     on_host = offload == "optimizer"
     optimizer = make_optimizer(optimizer_name, parameters)
-    recorder.adopt([t for p in parameters for t in (p, p.grad) if t is not None])
+    recorder.adopt((t, OUTSIDE_LAYERS) for p in parameters for t in (p, p.grad) if t is not None)
     with recorder:
         for name in ("first_update", "later_update"):
             recorder.phase(name, category=TEMPORARIES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from planner.errors import InputError, Problem
 from planner.models import ModelSpec, separate_output_layer
+from planner.recording.record import OUTSIDE_LAYERS
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,8 @@ class Workload:
         batch["attention_mask"] = tokens(seq_len)
         if self.task == "sequence-classification":
             batch["labels"] = torch.ones(micro_batch_size, dtype=torch.int64, device=device)
-        elif self.task == "seq2seq-lm":
+        elif self.task == "seq2seq-lm":  # the collator shifts the target itself: the model gets no labels
+            batch["decoder_input_ids"] = tokens(self.target_seq_len or seq_len)
             batch["labels"] = tokens(self.target_seq_len or seq_len)
         else:
             batch["labels"] = tokens(seq_len)
@@ -139,9 +141,19 @@ def model_class(model_type: str, name: str) -> type[nn.Module]:
     return cast("type[nn.Module]", getattr(package, name))
 
 
-def device_tensors(model: nn.Module) -> Iterable[Tensor]:
-    """Parameters and buffers in the order in which ``model.to(device)`` moves them (children first)."""
-    for child in model.children():
-        yield from device_tensors(child)
-    yield from (p for p in model._parameters.values() if p is not None)
-    yield from (b for b in model._buffers.values() if b is not None)
+def device_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[Tensor, int]]:
+    """Parameters and buffers in the order in which ``model.to(device)`` moves them (children first).
+
+    Each comes with the index of the layer of ``layers`` that holds it, or OUTSIDE_LAYERS.
+    """
+    indices = {id(module): index for index, module in enumerate(layers)}
+
+    def walk(module: nn.Module, layer: int) -> Iterator[tuple[Tensor, int]]:
+        layer = indices.get(id(module), layer)
+        for child in module.children():
+            yield from walk(child, layer)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor, layer
+
+    return walk(model, OUTSIDE_LAYERS)

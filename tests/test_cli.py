@@ -74,7 +74,7 @@ def handmade_plan(**changes):
         "hardware": {"name": "RTX 4060 [8 GB]"},
         "workload": {"model": "bert-base-uncased", "task": "sequence-classification"},
         "config": chosen,
-        "memory": memory,
+        "peak": memory,
         "time": SimpleNamespace(step_ms=1234.4, tokens_per_s=13265.7, source="simulated"),
         "reasons": [
             SimpleNamespace(field="precision", value="bf16-amp", reason="the card has bf16 [cc 8.9]"),

@@ -191,10 +191,10 @@ def _description(workload: Mapping[str, Any]) -> str:
 
 def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
     """The dtypes of weights and arithmetic, and what they cost."""
-    precision, qlora = config["precision"], config["method"] == "qlora"
+    precision, frozen = config["precision"], config["method"] != "full"
     amp = _AMP.get(precision, "")
     half = precision.split("-")[0] if precision in ("bf16", *_AMP) else ""
-    weights = half if precision == "bf16" or (qlora and half) else ""
+    weights = half if precision == "bf16" or frozen else ""
     return {
         "amp": amp,
         "half": bool(half),
@@ -210,7 +210,7 @@ def _weight_comment(method: str, weights: str) -> str:
     size = "2 bytes" if weights else "4 bytes"
     if method == "full":
         return f"{size} a parameter, and as much for its gradient"
-    return f"{size} a frozen weight{' that is not quantized' if method == 'qlora' else ''}; adapters are fp32"
+    return f"{size} a frozen weight{' not in nf4' if method == 'qlora' else ''}"
 
 
 def _learning_rate(words: _TaskWords, config: Mapping[str, Any]) -> float:

@@ -27,17 +27,18 @@ class CheckpointingLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """Every model of transformers with checkpointing layers can; half of the layers is worth a look from four."""
-        found = [Choice(value="none", reason="nothing is computed twice")]
-        found.append(Choice(value="full", reason="keeps one hidden state a layer, for one more forward pass"))
-        for n in (2, 4):
-            found.append(
+        return [
+            Choice(value="none", reason="nothing is computed twice"),
+            Choice(value="full", reason="keeps one hidden state a layer, for one more forward pass"),
+            *(
                 Choice(
                     value=f"every-{n}",
                     swept=n == 2 and context.layers >= 4,
                     reason=f"keeps all but one in {n} layers' activations, for a {n}th of the recomputation",
                 )
-            )
-        return found
+                for n in (2, 4)
+            ),
+        ]
 
     def change_model(self, model: nn.Module, config: TrainingConfig) -> nn.Module:
         """As the emitted script does: enable it, then switch the layers off that don't take part."""
@@ -59,3 +60,10 @@ def checkpointing_layers(model: nn.Module) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def stack_sizes(model: nn.Module) -> list[int]:
+    """Layers of each stack (a module list of repeated layers), in model order."""
+    layers = {id(layer) for layer in checkpointing_layers(model)}
+    counts = [sum(id(child) in layers for child in module.children()) for module in model.modules()]
+    return [count for count in counts if count]

@@ -52,10 +52,11 @@ class Variant(NamedTuple):
     def shapes(self) -> tuple[Shape, ...]:
         """Small shapes to record: three that tell every monomial from every other, then more for sums.
 
-        Multiples of 40, so that fractions of the token count in kernels' workspaces are whole numbers.
+        Lengths of multiples of 40 and batches of multiples of 5, so that fractions of the token count in kernels'
+        workspaces are whole numbers (also for a target sequence, whose length doesn't change).
         """
         lengths = (80, 240, 400, 160, 320, 80, 240, 400) if self.aligned else (40, 120, 200, 360, 280, 120, 40, 200)
-        batches = (1,) * 8 if self.single else (2, 3, 5, 3, 2, 6, 4, 7)
+        batches = (1,) * 8 if self.single else (10, 15, 25, 15, 10, 30, 20, 35)
         return tuple(zip(batches, lengths, strict=True))
 
 

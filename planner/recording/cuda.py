@@ -225,7 +225,7 @@ def _attention(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
-    """_scaled_dot_product_flash_attention wants the head size padded to a multiple of 8 (attention.cpp, pad_last_dim)."""
+    """The flash kernel wants the head size padded to a multiple of 8 (attention.cpp, pad_last_dim)."""
     head_dim = q.shape[-1]
     scale = scale if scale is not None else 1 / math.sqrt(head_dim)
     if head_dim % 8:

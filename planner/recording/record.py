@@ -40,6 +40,8 @@ class Op:
     """Number of allocation events recorded before it."""
     in_backward: bool
     """Whether it ran in the backward pass (recomputation included)."""
+    layer: int = OUTSIDE_LAYERS
+    """The repeated layer it ran in."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self._block_of: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._category = ACTIVATIONS
-        self._layer = OUTSIDE_LAYERS
+        self._layer = self._inside = OUTSIDE_LAYERS
         self._backward = False
         self._handles: set[bool] = set()
         self._layer_starts: list[int] = []
@@ -108,12 +108,12 @@ class Recorder(TorchDispatchMode):
         finally:
             self._category = before
 
-    def adopt(self, tensors: Iterable[Tensor], category: int = PARAMETERS) -> None:
-        """Write the allocation of tensors that exist already, in the given order."""
-        before, self._category = self._category, category
-        for tensor in tensors:
-            self._track(tensor)
-        self._category = before
+    def adopt(self, tensors: Iterable[tuple[Tensor, int]], category: int = PARAMETERS) -> None:
+        """Write the allocation of tensors that exist already, in the given order, each with its layer."""
+        with self.categorised(category):
+            for tensor, self._layer in tensors:
+                self._track(tensor)
+        self._layer = OUTSIDE_LAYERS
 
     def block(self, tensor: Tensor) -> int | None:
         """The block that holds a tensor, or None when it was never seen."""
@@ -149,8 +149,7 @@ class Recorder(TorchDispatchMode):
     def _enter_layer(self, index: int, *_: object) -> None:
         self._layer_starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._layer_ids.append(index)
-        if not self._backward:
-            self._layer = index
+        self._inside = index
 
     def _leave_layer(self, *_: object) -> None:
         self._enter_layer(OUTSIDE_LAYERS)
@@ -175,7 +174,10 @@ class Recorder(TorchDispatchMode):
             return _scalar_of_unknown(args[0])
         if _is_view(func):
             return func(*args, **kwargs)
-        if self._backward:
+        if not self._backward:
+            # not at the layer's end: what is freed before the next operator goes with the layer that replaced it
+            self._layer = self._inside
+        else:
             self._follow_backward()
             if func is aten.add.Tensor and self._accumulates_in_place(*args, **kwargs):
                 self._note_op(aten.add_.Tensor, args, args[0])
@@ -264,7 +266,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_op(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         kind, flops, moved = op_cost(func, args, out)
-        self._ops.append(Op(_name(func), flops, moved, kind, len(self._events), self._backward))
+        self._ops.append(Op(_name(func), flops, moved, kind, len(self._events), self._backward, self._layer))
 
 
 _view_of: dict[Any, bool] = {}

@@ -1,0 +1,57 @@
+"""A configuration in the words of transformers' Trainer and of accelerate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planner.config import TrainingConfig
+from planner.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    import transformers
+
+_OPTIMIZERS = {
+    "adamw_fused": "adamw_torch_fused",
+    "adamw_foreach": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+
+
+def mixed_precision(precision: str) -> str:
+    """Accelerate's word for an autocast precision: ``no``, ``fp16`` or ``bf16``."""
+    return {"fp16-amp": "fp16", "bf16-amp": "bf16"}.get(precision, "no")
+
+
+def training_arguments(config: TrainingConfig, **changes: Any) -> transformers.TrainingArguments:
+    """``TrainingArguments`` that train this configuration. Raises InputError for what the Trainer can't do."""
+    import transformers
+
+    problems = list(_unsupported(config))
+    if problems:
+        raise InputError(problems)
+    amp = mixed_precision(config.precision)
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "bf16": amp == "bf16",
+        "fp16": amp == "fp16",
+        "tf32": True if config.precision == "tf32" else None,
+        "gradient_checkpointing": config.checkpointing == "full",
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.checkpointing == "full" else None,
+        "optim": _OPTIMIZERS[config.optimizer],
+        "train_sampling_strategy": "group_by_length",
+    }
+    return transformers.TrainingArguments(**{**arguments, **changes})
+
+
+def _unsupported(config: TrainingConfig) -> list[Problem]:
+    problems = []
+    if config.offload != "none":
+        message = f"got {config.offload!r}; the Trainer has no such offload without DeepSpeed; use the emitted train.py"
+        problems.append(Problem(argument="offload", message=message))
+    if config.checkpointing.startswith("every-"):
+        message = f"got {config.checkpointing!r}; accepted for the Trainer: none, full; use the emitted train.py"
+        problems.append(Problem(argument="checkpointing", message=message))
+    return problems

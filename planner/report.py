@@ -1,0 +1,179 @@
+"""Reasons, alternatives and tables: a search's result in the rows that people and files read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.config import TrainingConfig
+from planner.levers import LEVERS
+from planner.plans import MEMORY_COLUMNS, Reason
+from planner.request import PlanRequest
+from planner.search import SearchResult, Trial
+from planner.simulation import Simulator
+from planner.space import Space, effective_batch_size
+
+ALTERNATIVES = 3
+_STRUCTURE = ("method", "precision", "checkpointing", "attention", "quantization", "optimizer", "offload")
+_LENGTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
+
+
+def reasons_of(config: TrainingConfig, request: PlanRequest, space: Space, result: SearchResult) -> Iterator[Reason]:
+    """Why each field of the chosen configuration has its value."""
+    effective, why = effective_batch_size(request, config.seq_len)
+    yield Reason(field="effective_batch_size", value=effective, reason=why)
+    for lever in LEVERS:
+        value = getattr(config, lever.field)
+        options = space.values[lever.field]
+        if lever.field == "micro_batch_size":
+            yield Reason(field=lever.field, value=value, reason=_batch_reason(config, result))
+        elif lever.field == "method":
+            yield Reason(field=lever.field, value=value, reason=_method_reason(config, request, space))
+        else:
+            said = lever.explain(str(value), space.context)
+            fastest = f"the fastest that fits of {', '.join(options)}: " if len(options) > 1 else ""
+            yield Reason(field=lever.field, value=value, reason=fastest + said)
+    yield Reason(
+        field="gradient_accumulation_steps",
+        value=config.gradient_accumulation_steps,
+        reason="keeps the effective batch as it is",
+    )
+    yield Reason(
+        field="max_tokens_per_micro_batch",
+        value=config.max_tokens_per_micro_batch,
+        reason="micro-batch times longest sequence: shorter texts go in larger micro-batches",
+    )
+
+
+def _batch_reason(config: TrainingConfig, result: SearchResult) -> str:
+    larger = [
+        t
+        for t in result.trials
+        if _structure(t.config) == _structure(config) and t.config.micro_batch_size > config.micro_batch_size
+    ]
+    if not larger:
+        return "the whole effective batch at once"
+    if all(t.status != "fits" for t in larger):
+        return f"the next larger divisor of the effective batch, {_smallest(larger)}, does not fit"
+    return "the fastest of those that fit"
+
+
+def _smallest(trials: list[Trial]) -> int:
+    return min(t.config.micro_batch_size for t in trials)
+
+
+def _method_reason(config: TrainingConfig, request: PlanRequest, space: Space) -> str:
+    if request.method != "auto":
+        return "as asked for"
+    given_up = {
+        "full": "",
+        "lora": "full fine-tuning does not fit; ",
+        "qlora": "neither full fine-tuning nor LoRA fits; ",
+    }
+    lever = next(lever for lever in LEVERS if lever.field == "method")
+    return given_up[config.method] + lever.explain(config.method, space.context)
+
+
+def _structure(config: TrainingConfig) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in _STRUCTURE)
+
+
+def alternatives_of(best: Trial, result: SearchResult) -> list[dict[str, Any]]:
+    """The fastest configurations with another structure than the chosen one, one for each structure."""
+    seen = {_structure(best.config)}
+    rows = []
+    for trial in result.fitting:
+        if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
+            continue
+        seen.add(_structure(trial.config))
+        rows.append(_alternative(trial, best))
+    return rows
+
+
+def _alternative(trial: Trial, best: Trial) -> dict[str, Any]:
+    assert trial.memory and trial.time and best.memory and best.time
+    slower = best.time.tokens_per_s / trial.time.tokens_per_s - 1
+    memory = trial.memory.total_bytes / best.memory.total_bytes - 1
+    reason = f"{slower:.0%} slower" if slower >= 0.005 else "as fast"
+    reason += f", {abs(memory):.0%} {'more' if memory > 0 else 'less'} memory"
+    return {
+        **trial.config.model_dump(mode="json"),
+        "total_bytes": trial.memory.total_bytes,
+        "tokens_per_s": trial.time.tokens_per_s,
+        "reason": reason,
+    }
+
+
+def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str, Any]]:
+    """What one change of one lever would buy from the chosen configuration, at its micro-batch."""
+    rows = []
+    for lever in LEVERS:
+        if lever.field in ("micro_batch_size", "method", "quantization"):
+            continue
+        chosen = str(getattr(best.config, lever.field))
+        for choice in lever.choices(space.context):
+            worth_a_look = choice.swept or lever.field == "optimizer"
+            if choice.valid and worth_a_look and choice.value != chosen:
+                rows.append(_lever_row(lever.field, choice.value, choice.reason, best, simulator))
+    return rows
+
+
+def _lever_row(field: str, value: str, reason: str, best: Trial, simulator: Simulator) -> dict[str, Any]:
+    assert best.memory and best.time
+    config = best.config.model_copy(update={field: value})
+    memory, time = simulator.memory(config), simulator.time(config)
+    return {
+        "lever": field,
+        "change": f"{getattr(best.config, field)} -> {value}",
+        "saves_bytes": best.memory.total_bytes - memory.total_bytes,
+        "speed_ratio": time.tokens_per_s / best.time.tokens_per_s,
+        "reason": reason if memory.fits else f"does not fit; {reason}",
+    }
+
+
+def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
+    """The rows of trials.csv: every configuration looked at, best first."""
+    order = {"fits": 0, "exceeds": 1, "pruned": 2}
+    fitting = result.fitting
+    others = sorted((t for t in result.trials if t.status != "fits"), key=lambda t: order[t.status])
+    return [_trial_row(trial) for trial in (*fitting, *others)]
+
+
+def _trial_row(trial: Trial) -> dict[str, Any]:
+    memory, time = trial.memory, trial.time
+    fields = trial.config.model_dump(mode="json")
+    lora = fields.pop("lora")
+    return {
+        **fields,
+        "lora_r": lora["r"] if lora else "",
+        "predicted_peak_allocated_bytes": memory.peak_allocated_bytes if memory else "",
+        "predicted_peak_reserved_bytes": memory.peak_reserved_bytes if memory else "",
+        "predicted_total_bytes": memory.total_bytes if memory else "",
+        "measured_peak_allocated_bytes": "",
+        "measured_peak_reserved_bytes": "",
+        "measured_total_bytes": "",
+        "predicted_step_ms": time.step_ms if time else "",
+        "measured_step_ms": "",
+        "predicted_tokens_per_s": time.tokens_per_s if time else "",
+        "measured_tokens_per_s": "",
+        "status": trial.status,
+        "reason": trial.reason,
+    }
+
+
+def memory_rows(config: TrainingConfig, simulator: Simulator) -> list[dict[str, Any]]:
+    """The rows of memory.csv: the chosen structure over micro-batches and lengths, up to twice what was chosen."""
+    limit = simulator.workload.spec.max_seq_len or max(_LENGTHS)
+    lengths = sorted({n for n in _LENGTHS if n <= min(limit, 4 * config.seq_len)} | {config.seq_len})
+    batches = sorted({2, 4, 8, 16, 32, 64, config.micro_batch_size})
+    rows = []
+    for seq_len in lengths:
+        if seq_len % 16 and seq_len != config.seq_len:
+            continue
+        for micro_batch_size in batches:
+            shaped = config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
+            memory = simulator.memory(shaped)
+            structure = {name: getattr(config, name) for name in _STRUCTURE}
+            values = {name: getattr(memory, name) for name in MEMORY_COLUMNS}
+            rows.append({**structure, "micro_batch_size": micro_batch_size, "seq_len": seq_len, **values})
+    return rows

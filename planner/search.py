@@ -1,0 +1,132 @@
+"""The search: Optuna looks for the fastest configuration whose memory stays under the ceiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from planner.config import TrainingConfig
+from planner.simulation import Memory, Simulator
+from planner.space import Space
+from planner.timing import Time
+
+if TYPE_CHECKING:
+    import optuna
+
+EXHAUSTIVE_UP_TO = 600
+"""Spaces of at most this many configurations are looked at whole: a simulated trial costs milliseconds."""
+DEFAULT_TRIALS = 400
+"""Trials of a larger space when the request gives no number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One configuration that was looked at."""
+
+    config: TrainingConfig
+    """The configuration."""
+    memory: Memory | None
+    """Predicted memory; None where it was not worth computing."""
+    time: Time | None
+    """Predicted time; None where the configuration doesn't fit."""
+    status: str
+    """fits, exceeds, or pruned."""
+    reason: str
+    """Why it doesn't fit, or was not looked at closely."""
+
+
+@dataclass
+class SearchResult:
+    """All trials of one search; ``best`` is the fastest that fits."""
+
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def fitting(self) -> list[Trial]:
+        """Trials that fit, fastest first; among equally fast ones the one that needs least memory."""
+        return sorted((t for t in self.trials if t.status == "fits"), key=_preference)
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest trial that fits."""
+        return next(iter(self.fitting), None)
+
+    @property
+    def closest(self) -> Trial | None:
+        """The trial that needs least memory."""
+        known = [t for t in self.trials if t.memory is not None]
+        return min(known, key=lambda t: t.memory.total_bytes if t.memory else 0, default=None)
+
+
+def _preference(trial: Trial) -> tuple[float, int]:
+    assert trial.time is not None and trial.memory is not None
+    # speeds that differ by in the fourth digit are the same to a time model: take the smaller footprint
+    return (-float(f"{trial.time.tokens_per_s:.4g}"), trial.memory.total_bytes)
+
+
+def search(
+    space: Space, simulator: Simulator, *, trials: int | None = None, timeout_s: float | None = None, seed: int = 0
+) -> SearchResult:
+    """Look for the fastest configuration of the space that fits.
+
+    A small space is enumerated, by Optuna's grid sampler; a larger one is sampled with TPE, which learns from the
+    constraint. The ceiling enters as ``trial.set_constraint``: at most zero is feasible.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    result = SearchResult()
+    budget = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
+    study = optuna.create_study(direction="maximize", sampler=_sampler(space, seed))
+    seen: set[TrainingConfig] = set()
+    study.optimize(lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s)
+    return result
+
+
+def _sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
+    import optuna
+
+    if space.size <= EXHAUSTIVE_UP_TO:
+        return optuna.samplers.GridSampler({name: list(options) for name, options in space.values.items()}, seed=seed)
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True)
+
+
+def _objective(
+    trial: optuna.Trial, space: Space, simulator: Simulator, result: SearchResult, seen: set[TrainingConfig]
+) -> float:
+    chosen = {name: trial.suggest_categorical(name, list(options)) for name, options in space.values.items()}
+    config = space.configuration(chosen)
+    looked = evaluate(config, simulator)
+    if config not in seen:
+        seen.add(config)
+        result.trials.append(looked)
+    over_bytes = looked.memory.total_bytes - looked.memory.ceiling_bytes if looked.memory else 1
+    trial.set_constraint("memory", float(over_bytes))
+    return looked.time.tokens_per_s if looked.time else 0.0
+
+
+def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
+    """Memory and time of one configuration."""
+    if config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0:
+        pair = with_micro_batch(config, 2)
+        if simulator.memory(pair).fits:
+            reason = "two sequences at once fit, and are never slower"
+            return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
+    memory = simulator.memory(config)
+    host = simulator.host_shortage_bytes(config)
+    if memory.fits and host <= 0:
+        return Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
+    over = memory.total_bytes - memory.ceiling_bytes
+    reason = f"{over} bytes over the ceiling" if over > 0 else f"needs {host} bytes of host memory more than there is"
+    return Trial(config=config, memory=memory, time=simulator.time(config), status="exceeds", reason=reason)
+
+
+def with_micro_batch(config: TrainingConfig, micro_batch_size: int) -> TrainingConfig:
+    """The same configuration with another micro-batch, at the same effective batch."""
+    return config.model_copy(
+        update={
+            "micro_batch_size": micro_batch_size,
+            "max_tokens_per_micro_batch": micro_batch_size * config.seq_len,
+            "gradient_accumulation_steps": config.effective_batch_size // micro_batch_size,
+        }
+    )

@@ -1,0 +1,104 @@
+"""The search space: the configurations that a request leaves open, and why each lever's values are in or out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from planner.config import LoraSettings, TrainingConfig
+from planner.errors import InputError, Problem
+from planner.levers import LEVERS, Choice, Context
+from planner.request import PlanRequest
+
+DEFAULT_EFFECTIVE_BATCH_SIZE = 32
+"""Sequences for each optimizer step when the request doesn't say: the usual value of fine-tuning recipes."""
+LARGEST_MICRO_BATCH = 512
+"""Micro-batches above this gain no speed on any card (matrix products are saturated well below)."""
+RUNGS = ("full", "lora", "qlora")
+"""The method ladder: each rung gives up more than the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The values that each field of the configuration may take, for one rung of the ladder."""
+
+    context: Context
+    """What the choices depended on."""
+    seq_len: int
+    """Longest sequence, in tokens."""
+    values: Mapping[str, Sequence[str]]
+    """Configuration field to its values, in the levers' order."""
+
+    @property
+    def size(self) -> int:
+        """Number of configurations."""
+        count = 1
+        for options in self.values.values():
+            count *= len(options)
+        return count
+
+    def configurations(self) -> Iterator[TrainingConfig]:
+        """Every configuration."""
+        for combination in product(*self.values.values()):
+            yield self.configuration(dict(zip(self.values, combination, strict=True)))
+
+    def configuration(self, chosen: Mapping[str, str]) -> TrainingConfig:
+        """The configuration with these values."""
+        effective, micro = self.context.effective_batch_size, int(chosen["micro_batch_size"])
+        fields = {name: value for name, value in chosen.items() if name != "micro_batch_size"}
+        return TrainingConfig.model_validate(
+            {
+                **fields,
+                "micro_batch_size": micro,
+                "seq_len": self.seq_len,
+                "max_tokens_per_micro_batch": micro * self.seq_len,
+                "gradient_accumulation_steps": effective // micro,
+                "effective_batch_size": effective,
+                "lora": None if self.context.method == "full" else LoraSettings(),
+            }
+        )
+
+
+def rungs(method: str) -> tuple[str, ...]:
+    """The rungs that a request's method allows, in order."""
+    return RUNGS if method == "auto" else (method,)
+
+
+def effective_batch_size(request: PlanRequest, seq_len: int) -> tuple[int, str]:
+    """Sequences for each optimizer step, and why."""
+    if request.batch_size is not None:
+        return request.batch_size, "as asked for"
+    if request.batch_tokens is not None:
+        size = max(1, request.batch_tokens // seq_len)
+        return size, f"{request.batch_tokens} tokens are {size} sequences of {seq_len}"
+    return DEFAULT_EFFECTIVE_BATCH_SIZE, "the usual size for fine-tuning; --batch-size changes it"
+
+
+def make_space(request: PlanRequest, context: Context, seq_len: int) -> Space:
+    """What the request leaves open. Raises InputError when it names a value that can't be used here."""
+    problems: list[Problem] = []
+    values: dict[str, Sequence[str]] = {}
+    for lever in LEVERS:
+        choices = lever.choices(context)
+        named = getattr(request, lever.field, None)
+        if lever.field in ("method", "micro_batch_size") or named is None:
+            values[lever.field] = [choice.value for choice in choices if choice.valid and choice.swept]
+            continue
+        if lever.field == "quantization":  # a consequence of the method, which request.py has checked
+            values[lever.field] = [choice.value for choice in choices]
+            continue
+        problems += _refusals(lever.field, named, choices)
+        values[lever.field] = list(named)
+    if problems:
+        raise InputError(problems)
+    return Space(context=context, seq_len=seq_len, values=values)
+
+
+def _refusals(argument: str, named: Sequence[str], choices: Sequence[Choice]) -> Iterator[Problem]:
+    known = {choice.value: choice for choice in choices}
+    valid = ", ".join(choice.value for choice in choices if choice.valid)
+    for value in named:
+        choice = known.get(value)
+        if choice is not None and not choice.valid:
+            yield Problem(argument=argument, message=f"got {value!r}: {choice.reason}; accepted here: {valid}")

@@ -1,0 +1,74 @@
+"""When nothing fits: the closest configuration, the smallest card that would do, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.config import LoraSettings, TrainingConfig
+from planner.errors import NothingFitsError
+from planner.hardware import all_cards, ceiling_bytes
+from planner.request import PlanRequest
+from planner.search import SearchResult, Trial
+from planner.simulation import Simulator
+from planner.space import RUNGS, Space
+from planner.units import compact_bytes, format_bytes
+
+
+def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
+    """The error that says what would fit."""
+    closest = result.closest
+    assert closest is not None and closest.memory is not None
+    smallest = _smallest_label_bytes(closest, simulator)
+    over = closest.memory.total_bytes - closest.memory.ceiling_bytes
+    lines = [
+        f"nothing fits: {simulator.workload.spec.model_id} at {space.seq_len} tokens in "
+        f"{format_bytes(simulator.ceiling_bytes)} ({simulator.card.name})",
+        f"closest: {_describe(closest.config)} needs {format_bytes(closest.memory.total_bytes)}, "
+        f"{format_bytes(max(over, 0))} too much"
+        + (f"; {closest.reason}" if over <= 0 else "")
+        + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
+        f"smallest card that would do: {compact_bytes(smallest)}",
+        *_remedies(request, simulator, closest),
+    ]
+    return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
+
+
+def _describe(config: TrainingConfig) -> str:
+    parts = [config.method, config.precision, f"checkpointing {config.checkpointing}", config.optimizer]
+    if config.offload != "none":
+        parts.append(f"offload {config.offload}")
+    return f"{', '.join(parts)}, micro-batch {config.micro_batch_size}"
+
+
+def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
+    """The smallest label of the catalogue whose cards report enough; above all labels, the need itself."""
+    assert closest.memory is not None
+    need = closest.memory.total_bytes
+    labels = sorted({card.label_bytes for card in all_cards()})
+    for label in labels:
+        enough = [c for c in all_cards() if c.label_bytes == label and ceiling_bytes(label, c)[0] >= need]
+        if enough:
+            return label
+    return -(-need // 2**30) * 2**30
+
+
+def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Iterator[str]:
+    """Options that would make it fit, each tried."""
+    config = closest.config
+    for method in RUNGS[RUNGS.index(config.method) + 1 :] if request.method != "auto" else ():
+        quantization = "nf4" if method == "qlora" else "none"
+        changed = config.model_copy(
+            update={"method": method, "quantization": quantization, "lora": LoraSettings(), "offload": "none"}
+        )
+        if simulator.memory(changed).fits:
+            yield f"would fit: --method {method}"
+            break
+    seq_len = simulator.model(config).longest_seq_len(
+        config.micro_batch_size,
+        simulator.budget_bytes,
+        accumulate=config.gradient_accumulation_steps > 1,
+        limit=config.seq_len,
+        multiple=16,
+    )
+    if seq_len:
+        yield f"would fit: --seq-len {seq_len}"
