@@ -81,7 +81,7 @@ def _structure(config: TrainingConfig) -> tuple[Any, ...]:
 def alternatives_of(best: Trial, result: SearchResult) -> list[dict[str, Any]]:
     """The fastest configurations with another structure than the chosen one, one for each structure."""
     seen = {_structure(best.config)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for trial in result.fitting:
         if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
             continue

@@ -152,12 +152,11 @@ class Simulator:
     def model(self, config: TrainingConfig) -> MemoryModel:
         """The memory model of a configuration's structure."""
         structure = self.structure(config)
-        update = {**structure, "optimizer": config.optimizer, "offload": config.offload}
-        key = repr(update)
+        key = repr((structure, config.optimizer, config.offload))
         if key not in self._models:
             self._models[key] = MemoryModel(
                 lambda variant: self._step_model(config, structure, variant),
-                self._update_recording(config, update),
+                self._update_recording(config, structure),
                 cublas_workspace_bytes=cublas_workspace_bytes(self.card.compute_capability),
             )
         return self._models[key]
@@ -197,14 +196,15 @@ class Simulator:
                 f"{self.workload.spec.model_id}: memory follows no polynomial of micro-batch and length ({error})"
             ) from error
 
-    def _update_recording(self, config: TrainingConfig, update: dict[str, Any]) -> Recording:
-        # which parameters are trained, and in what type, doesn't depend on recomputation or attention
-        key = {k: v for k, v in update.items() if k not in ("checkpointing", "attention")}
+    def _update_recording(self, config: TrainingConfig, structure: dict[str, Any]) -> Recording:
+        # which parameters are trained, and in what type, doesn't depend on recomputation, attention or autocast
+        trained = {name: structure[name] for name in ("method", "lora", "quantization")}
+        weights = "bf16" if config.precision == "bf16" else "fp32"  # adapters are fp32 on any base
+        key = {**trained, "weights": weights, "optimizer": config.optimizer, "offload": config.offload}
 
         def record() -> Recording:
             from planner.step import record_update
 
-            structure = {k: v for k, v in update.items() if k not in ("optimizer", "offload")}
             return record_update(self._source(config, structure), config.optimizer, config.offload)
 
         return cache.remembered("updates", self._key(key), record)

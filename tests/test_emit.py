@@ -78,6 +78,7 @@ def make_plan(task: str = "sequence-classification", model: str = "bert-base-unc
 
 
 def script(task: str = "sequence-classification", **config: Any) -> str:
+    """The text of train.py for a plan with this configuration."""
     return render_training_files(make_plan(task, **config))["train.py"]
 
 
@@ -102,6 +103,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ruff(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ruff as the tests' Python has it."""
     command = [sys.executable, "-m", "ruff", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -13,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from planner.emit import render_training_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+VOCABULARY = 400
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -59,32 +60,46 @@ def rows() -> list[dict[str, str]]:
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """One JSON object a line."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are fastest on one thread, and leave the others to other tests."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders with two-layer models of each task's kind, new weights, and MiniLM's tokenizer."""
+def tokenizer(rows: list[dict[str, str]]) -> Any:
+    """A real word-piece tokenizer with the few hundred pieces that these texts need most."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = BertWordPieceTokenizer()
+    pieces.train_from_iterator((row["text"] for row in rows), vocab_size=VOCABULARY, show_progress=False)
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
+    return PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **special)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
+    """Folders with two-layer models of each task's kind and new weights, and a tokenizer."""
     import transformers as hf
 
-    vocabulary = 30_522
+    size = {"vocab_size": VOCABULARY}
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 3, "bos_token_id": 2}
+    t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
     makers = {
-        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)),
-        "gpt2": lambda: hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-        ),
-        "t5": lambda: hf.T5ForConditionalGeneration(
-            hf.T5Config(
-                vocab_size=vocabulary,
-                d_model=32,
-                d_kv=16,
-                d_ff=64,
-                num_layers=2,
-                num_heads=2,
-                decoder_start_token_id=0,
-            )
-        ),
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**size, **SIZES, **NO_DROPOUT)),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**size, **gpt2)),
+        "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**size, **t5)),
     }
 
     def make(name: str) -> Path:
@@ -92,7 +107,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not folder.exists():
             hf.set_seed(0)
             makers[name]().save_pretrained(folder)
-            hf.AutoTokenizer.from_pretrained(minilm()).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         return folder
 
     root = tmp_path_factory.mktemp("models")
@@ -114,14 +129,17 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
+        """Loss of each step."""
         return [row["loss"] for row in self.log]
 
     @property
     def steps(self) -> list[int]:
+        """Number of each logged step."""
         return [int(row["step"]) for row in self.log]
 
 
 def read_log(folder: Path) -> list[dict[str, float]]:
+    """Rows of an output folder's log.csv; none where there is no log yet."""
     path = folder / "log.csv"
     if not path.exists():
         return []
@@ -313,8 +331,8 @@ def test_micro_batches_stay_within_the_budget(tmp_path: Path, precision: str, bu
         width = max(script.length(sample) for sample in part)
         assert len(part) == 1 or width * len(part) <= budget
         assert precision == "fp32" or width % 8 == 0
-    full = zip(parts, parts[1:], strict=False)
-    assert all((len(part) + 1) * script.length(part[0]) > budget for part, _ in full)
+    full = parts[:-1]
+    assert all((len(part) + 1) * script.length(part[0]) > budget for part in full)
 
 
 def test_padding_never_exceeds_the_plan(tmp_path: Path) -> None:
@@ -542,7 +560,7 @@ def test_model_without_pad_token_trains(tmp_path: Path, tiny: Any, train: Train,
 
     folder = tmp_path / "gpt2"
     hf.AutoModel.from_pretrained(tiny("gpt2")).save_pretrained(folder)
-    tokenizer = hf.AutoTokenizer.from_pretrained(minilm())
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny("gpt2"))
     tokenizer.pad_token, tokenizer.eos_token = None, "[SEP]"
     tokenizer.save_pretrained(folder)
     run = train(small("sequence-classification", folder), "--data", data("sequence-classification"), "--max-steps", "1")
@@ -554,21 +572,180 @@ def test_model_without_pad_token_trains(tmp_path: Path, tiny: Any, train: Train,
 # ----- checkpoints -----
 
 
-def test_resume_repeats_the_rest_of_the_run(tiny: Any, train: Train, data: Any) -> None:
-    """A run that goes on from a checkpoint has the losses of one that was never stopped, dropout and all."""
+def stop_after(steps: int, log: Path) -> threading.Thread:
+    """Send this process a SIGTERM, as a cluster does, once the log has so many steps."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if log.exists() and len(log.read_text().splitlines()) > steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def with_dropout(tmp_path: Path, tiny: Any, tokenizer: Any) -> Path:
+    """A tiny BERT with dropout, so that the random state shows in the losses."""
     import transformers as hf
 
-    path = data("masked-lm")
-    model = hf.AutoModelForMaskedLM.from_pretrained(tiny("bert"), hidden_dropout_prob=0.1)
-    folder = path.parent / "dropout"
-    model.save_pretrained(folder)
-    hf.AutoTokenizer.from_pretrained(minilm()).save_pretrained(folder)
-    plan = small("masked-lm", folder)
-    whole = train(plan, "--data", path, "--max-steps", "6", "--seed", "7", output="whole")
-    script = load_script(plan, path.parent)
-    save, folders = script.save_checkpoint, []
-    assert callable(save) and not folders
-    train(plan, "--data", path, "--max-steps", "6", "--seed", "7", "--save-every", "2", output="part")
-    part = path.parent / "part"
-    assert ["checkpoint-6"] == [entry.name for entry in part.glob("checkpoint-*")]
-    assert pytest.approx(whole.losses) == [row["loss"] for row in read_log(part)]
+    folder = tmp_path / "with-dropout"
+    hf.AutoModelForMaskedLM.from_pretrained(tiny("bert"), hidden_dropout_prob=0.1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_stopped_run_resumes_as_if_never_stopped(tmp_path: Path, with_dropout: Path, train: Train, data: Any) -> None:
+    """After a SIGTERM the step is finished and saved; --resume alone gives the losses of an uninterrupted run."""
+    plan, path = small("masked-lm", with_dropout), data("masked-lm")
+    whole = train(plan, "--data", path, "--max-steps", "20", "--seed", "7", output="whole")
+    watcher = stop_after(3, tmp_path / "part" / "log.csv")
+    stopped = train(plan, "--data", path, "--max-steps", "20", "--seed", "7", output="part")
+    watcher.join()
+    assert 128 + signal.SIGTERM == stopped.code, stopped.out
+    assert 3 <= len(stopped.steps) < 20
+    assert f"stopped at step {len(stopped.steps)} of 20" in stopped.out
+    resumed = train(plan, "--data", path, "--resume", output="part")
+    assert resumed.code == 0, resumed.out
+    assert list(range(1, 21)) == resumed.steps
+    assert stopped.log == resumed.log[: len(stopped.log)]
+    assert pytest.approx(whole.losses, rel=1e-5) == resumed.losses
+
+
+def test_finished_run_has_nothing_to_resume(tiny: Any, train: Train, data: Any) -> None:
+    """--resume after the last step ends at once and leaves the model and the log as they are."""
+    plan, path = small("masked-lm", tiny("bert")), data("masked-lm")
+    done = train(plan, "--data", path, "--max-steps", "2")
+    again = train(plan, "--data", path, "--resume")
+    assert 0 == again.code
+    assert done.log == again.log
+    assert (again.folder / "checkpoint-2").is_dir()
+
+
+def test_resume_wants_the_same_data(tmp_path: Path, tiny: Any, train: Train, data: Any) -> None:
+    """Other data would be another order: it is refused with one line."""
+    plan, path = small("masked-lm", tiny("bert")), data("masked-lm")
+    train(plan, "--data", path, "--max-steps", "1")
+    other = tmp_path / "other.txt"
+    other.write_text("one text alone\n", encoding="utf-8")
+    run = train(plan, "--data", other, "--max-steps", "2", "--resume")
+    assert 2 == run.code
+    assert "gives 1 samples; the run to resume had" in run.out
+
+
+def test_new_run_keeps_an_earlier_one(tiny: Any, train: Train, data: Any) -> None:
+    """Without --resume a run starts anew; what an earlier one left is moved aside, not overwritten."""
+    plan, path = small("masked-lm", tiny("bert")), data("masked-lm")
+    train(plan, "--data", path, "--max-steps", "2")
+    run = train(plan, "--data", path, "--max-steps", "1")
+    assert [1] == run.steps
+    (earlier,) = run.folder.glob("earlier-*")
+    assert {"checkpoint-2", "log.csv"} == {entry.name for entry in earlier.iterdir()}
+
+
+def test_half_written_checkpoint_is_not_resumed(tiny: Any, train: Train, data: Any) -> None:
+    """What a killed save left behind is no checkpoint, and is gone after the next save."""
+    plan, path = small("masked-lm", tiny("bert")), data("masked-lm")
+    run = train(plan, "--data", path, "--max-steps", "2")
+    (run.folder / "partial").mkdir()
+    (run.folder / "partial" / "training_state.pt").write_bytes(b"half")
+    again = train(plan, "--data", path, "--max-steps", "3", "--resume")
+    assert [1, 2, 3] == again.steps
+    assert {"checkpoint-3", "log.csv"} == {entry.name for entry in again.folder.iterdir()}
+
+
+# ----- when training goes wrong -----
+
+
+def test_steps_without_finite_gradients_are_skipped(tiny: Any, train: Train, data: Any) -> None:
+    """A step whose gradients are not finite is left out, counted and reported; weights stay as they were."""
+    plan = small("masked-lm", tiny("bert"), optimizer="sgd")
+    run = train(plan, "--data", data("masked-lm"), "--max-steps", "4", "--learning-rate", "1e38")
+    assert run.code == 0, run.out
+    skipped = sum(not math.isfinite(row["grad_norm"]) for row in run.log)
+    assert 0 < skipped < 4
+    assert f"{skipped} steps were skipped" in run.out
+
+
+def test_adapters_without_gradient_are_found(tmp_path: Path) -> None:
+    """Where no gradient reached the adapters, the script stops instead of training nothing."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    script = plain(tmp_path, **LEVERS["lora"])
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    with pytest.raises(RuntimeError, match="no gradient for 2 of 2 trained parameters"):
+        script.check_gradients(model)
+    model(torch.ones(1, 4)).sum().backward()
+    script.check_gradients(model)
+
+
+# ----- the real thing: all-MiniLM-L6-v2 on the documentation of Python, as a user runs it -----
+
+
+def command(folder: Path, *arguments: str | Path) -> list[str]:
+    """The command line of the emitted script, in its own process."""
+    return [sys.executable, str(folder / "train.py"), *map(str, arguments)]
+
+
+@pytest.mark.slow
+def test_real_model_learns_and_survives_a_kill(tmp_path: Path, rows: list[dict[str, str]]) -> None:
+    """MiniLM learns to tell packages apart; killed and resumed, it ends at the plan's number of steps."""
+    sizes = {"seq_len": 32, "max_tokens_per_micro_batch": 128, "effective_batch_size": 8}
+    plan = make_plan("sequence-classification", str(minilm()), **sizes)
+    for name, text in render_training_files(plan).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    some = [row for row in rows if row["label"] in ("decimal", "asyncio")][:77]
+    path = write_jsonl(tmp_path / "docs.jsonl", some)
+    steps = math.ceil(len(some) / plan["config"]["effective_batch_size"]) * 2
+    flags = ("--data", path, "--epochs", "2", "--save-every", "4", "--learning-rate", "2e-4")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with (tmp_path / "out.txt").open("w") as out:
+        process = subprocess.Popen(
+            command(tmp_path, *flags), cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None and len(read_log(tmp_path / "output")) < 5:
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+    assert -signal.SIGKILL == process.returncode, (tmp_path / "out.txt").read_text()
+    before = read_log(tmp_path / "output")
+    done = subprocess.run(
+        command(tmp_path, *flags, "--resume"),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    log = read_log(tmp_path / "output")
+    assert list(range(1, steps + 1)) == [int(row["step"]) for row in log]
+    assert before[:4] == log[:4]
+    losses = [row["loss"] for row in log]
+    assert 0.8 * sum(losses[:4]) > sum(losses[-4:])
+    assert len(losses) == steps == 20
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path: Path, tiny: Any, train: Train, data: Any) -> None:
+    """Two processes share each step's samples, an odd number of them, and make the same steps as one."""
+    plan, path = small("masked-lm", tiny("bert"), effective_batch_size=9), data("masked-lm")
+    alone = train(plan, "--data", path, "--max-steps", "2", output="alone")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    arguments = ["--data", path, "--max-steps", "2", "--output-dir", tmp_path / "two"]
+    done = subprocess.run(
+        [*launch, *command(tmp_path, *arguments)[1:]],
+        env=os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    for name in ("loss", "grad_norm"):
+        expected = [row[name] for row in alone.log]
+        assert pytest.approx(expected, rel=1e-3) == [row[name] for row in read_log(tmp_path / "two")]

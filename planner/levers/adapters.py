@@ -34,7 +34,7 @@ class AdaptersLever(Lever):
 
         assert config.lora is not None
         wrapped: Any = get_peft_model(
-            model,  # type: ignore[arg-type]
+            model,
             LoraConfig(
                 r=config.lora.r,
                 lora_alpha=config.lora.alpha,

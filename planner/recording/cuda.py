@@ -16,87 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from planner.recording import autocast
 from planner.recording.kernels import Target
 
 aten = torch.ops.aten
-
-# torch/aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP: run in fp16 or bf16.
-_LOWER_PRECISION: frozenset[Any] = frozenset(
-    {
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        torch.conv1d,
-        torch.conv2d,
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        Tensor.__rmatmul__,
-        torch.mm,
-        Tensor.mm,
-        torch.mv,
-        torch.bmm,
-        Tensor.bmm,
-        torch.addmm,
-        torch.addbmm,
-        torch.baddbmm,
-        Tensor.baddbmm,
-        torch.chain_matmul,
-        torch.einsum,
-        F.scaled_dot_product_attention,
-        F.prelu,
-    }
-)
-# AT_FORALL_FP32 and the set-opt-dtype list: run in fp32. cross_entropy is log_softmax and nll_loss inside.
-_FP32: frozenset[Any] = frozenset(
-    {
-        F.layer_norm,
-        torch.layer_norm,
-        F.group_norm,
-        F.softmax,
-        torch.softmax,
-        Tensor.softmax,
-        F.log_softmax,
-        torch.log_softmax,
-        Tensor.log_softmax,
-        F.cross_entropy,
-        F.nll_loss,
-        F.mse_loss,
-        F.l1_loss,
-        F.smooth_l1_loss,
-        F.binary_cross_entropy_with_logits,
-        F.cosine_similarity,
-        F.softplus,
-        torch.pow,
-        Tensor.pow,
-        Tensor.__pow__,
-        Tensor.__rpow__,
-        torch.exp,
-        Tensor.exp,
-        torch.log,
-        Tensor.log,
-        torch.rsqrt,
-        Tensor.rsqrt,
-        torch.reciprocal,
-        Tensor.reciprocal,
-        torch.sum,
-        Tensor.sum,
-        torch.prod,
-        Tensor.prod,
-        torch.cumsum,
-        Tensor.cumsum,
-        torch.cumprod,
-        Tensor.cumprod,
-        torch.norm,
-        Tensor.norm,
-        torch.logsumexp,
-        Tensor.logsumexp,
-        torch.cdist,
-        torch.linalg.vector_norm,
-    }
-)
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class CudaSemantics(TorchFunctionMode):
@@ -151,24 +74,23 @@ class CudaSemantics(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._casting:
-            if func in _LOWER_PRECISION:
-                args, kwargs = self._cast((args, kwargs), self._to_low)
-            elif func in _FP32:
-                args, kwargs = self._cast((args, kwargs), _to_fp32)
+            if func in autocast.LOWER_PRECISION:
+                args, kwargs = autocast.cast_tensors((args, kwargs), self._to_low)
+            elif func in autocast.FP32:
+                args, kwargs = autocast.cast_tensors((args, kwargs), autocast.to_fp32)
+            elif func in autocast.FP32_RESULT:
+                kwargs = autocast.asking_for_fp32(args, kwargs)
+            elif func in autocast.WIDEST:
+                args, kwargs = autocast.to_widest(args, kwargs)
+            elif func in _REWRITTEN:
+                return _REWRITTEN[func](*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(self._target, *args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        if func in autocast.SOFTMAXES:
+            return autocast.softmax(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _cast(self, value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return cast(value)
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._cast(item, cast) for item in value)
-        if isinstance(value, dict):
-            return {key: self._cast(item, cast) for key, item in value.items()}
-        return value
 
     def _to_low(self, tensor: Tensor) -> Tensor:
         """autocast_mode.cpp, cached_cast: the copy of an fp32 leaf that trains is kept until autocast ends."""
@@ -183,8 +105,11 @@ class CudaSemantics(TorchFunctionMode):
         return self._weights[id(tensor)][1]
 
 
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _LOW_DTYPES else tensor
+_REWRITTEN: dict[Any, Callable[..., Tensor]] = {
+    F.cross_entropy: autocast.cross_entropy,
+    F.normalize: autocast.normalize,
+}
+"""Functions of several operators that autocast sees one by one, and this mode doesn't."""
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -206,22 +131,41 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel that sdp_utils.cpp would choose, in its default order of flash, memory-efficient, math."""
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        flash_takes_groups = True
-        groups = query.shape[1] // key.shape[1]
-    else:
-        flash_takes_groups, groups = False, 1
-    head_dim = query.shape[-1]
-    half = query.dtype in _LOW_DTYPES
-    same_head_dim = value.shape[-1] == head_dim
-    if half and attn_mask is None and head_dim <= 256 and same_head_dim and target.has_flash_attention:
+    grouped = enable_gqa and key.shape[1] != query.shape[1]
+    if attn_mask is None and _flash_takes(target, query, key, value, dropout_p, is_causal):
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if flash_takes_groups:  # check_batch_size_and_num_heads_dense: only flash (and cuDNN) take grouped heads
-        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if query.dtype != torch.bfloat16 or target.compute_capability >= (8, 0):
+    if not grouped and _efficient_takes(target, query, value):
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if grouped:  # check_batch_size_and_num_heads_dense: only flash (and cuDNN) take grouped heads
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
     return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _flash_takes(target: Target, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool) -> bool:
+    """sdp_utils.cpp, can_use_flash_attention."""
+    head_dim = query.shape[-1]
+    if not target.has_flash_attention or query.dtype not in autocast.LOW_DTYPES:
+        return False
+    if head_dim > 256 or value.shape[-1] != head_dim or (is_causal and query.shape[-2] != key.shape[-2]):
+        return False
+    # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    small_shared_memory = (8, 6) <= target.compute_capability <= (8, 9) or target.compute_capability >= (12, 0)
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    too_large = 192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0)
+    return not (small_shared_memory and trains and too_large)
+
+
+def _efficient_takes(target: Target, query: Tensor, value: Tensor) -> bool:
+    """sdp_utils.cpp, can_use_mem_efficient_attention, check_head_dim_size_mem_efficient, minimum_gemm_alignment."""
+    ampere, volta = (target.compute_capability >= version for version in ((8, 0), (7, 0)))
+    if query.dtype == torch.bfloat16 and not ampere:
+        return False
+    half = query.dtype in autocast.LOW_DTYPES
+    alignment = 4 if ampere else 1
+    if ampere or (volta and half):
+        alignment = max(alignment, 8 if half else 4)
+    return query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:

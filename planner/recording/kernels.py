@@ -158,19 +158,50 @@ _WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Target], Iterator[Scratch]]] =
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
+_NOT_READ: dict[Any, int] = {
+    # overwritten, whatever was there
+    aten.copy_.default: 0,
+    aten.zero_.default: 0,
+    aten.fill_.Scalar: 0,
+    # a few of its rows or columns are read, as many bytes as other operands count
+    aten.embedding.default: 0,
+    aten.gather.default: 0,
+    aten.nll_loss_forward.default: 0,
+    # only its shape matters
+    aten.nll_loss_backward.default: 1,
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 0,
+    aten.full_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 0,
+    aten.new_full.default: 0,
+}
+"""Operand that an operator's kernel doesn't read, or next to nothing of it."""
+_IS_CAUSAL: dict[Any, int] = {
+    aten._scaled_dot_product_flash_attention.default: 4,
+    aten._scaled_dot_product_efficient_attention.default: 6,
+    aten._scaled_dot_product_flash_attention_backward.default: 11,
+    aten._scaled_dot_product_efficient_attention_backward.default: 11,
+}
+"""Position of ``is_causal`` in a fused attention operator's arguments (native_functions.yaml)."""
+
 
 def op_cost(func: Any, args: tuple[Any, ...], out: Any) -> tuple[str, int, tuple[int, ...]]:
     """``(kind, flops, bytes of each operand)`` of one operator call."""
     operands = list(_tensors(args))
-    results = list(_tensors((out,)))
-    moved = tuple(_touched_bytes(t) for t in (*operands, *results))
+    moved = [_touched_bytes(t) for t in (*operands, *_tensors((out,)))]
+    if func in _NOT_READ:
+        moved[_NOT_READ[func]] = 0
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
-        return "elementwise", 0, moved
+        return "elementwise", 0, tuple(moved)
     flops = int(formula(*args, out_val=out))
-    dtype = _DTYPE_NAMES.get(operands[-1].dtype, "fp32")
+    if func in _IS_CAUSAL and any(args[_IS_CAUSAL[func] :][:1]):  # arguments at their default may be left out
+        flops //= 2  # blocks above the diagonal are skipped
+    # the first operand: an attention backward's last ones are the state of the random generator
+    dtype = _DTYPE_NAMES.get(operands[0].dtype, "fp32")
     name = func.overloadpacket.__name__
-    return ("attention:" if name.startswith(_ATTENTION) else "matmul:") + dtype, flops, moved
+    return ("attention:" if name.startswith(_ATTENTION) else "matmul:") + dtype, flops, tuple(moved)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

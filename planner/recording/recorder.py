@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import RecordingError
+from planner.recording import calls
 from planner.recording.kernels import Scratch, Target, kernel_workspaces, op_cost
 from planner.recording.record import (
     ACTIVATIONS,
@@ -180,14 +181,19 @@ class Recorder(TorchDispatchMode):
         else:
             self._follow_backward()
             if func is aten.add.Tensor and self._accumulates_in_place(*args, **kwargs):
-                self._note_op(aten.add_.Tensor, args, args[0])
+                self._note_op(aten.add_.Tensor, op_cost(aten.add_.Tensor, args, args[0]))
                 return args[0] if self._device == "meta" else args[0].add_(args[1])
         if func in _MATMULS:
             self._open_cublas_handle()
-        out = func(*args, **kwargs)
+        if self._device == "meta":
+            out, call = calls.run(func, args, kwargs, self.target)
+            scratch, cost = call.scratch, call.cost
+        else:
+            out = func(*args, **kwargs)
+            scratch, cost = kernel_workspaces(func, args, self.target), op_cost(func, args, out)
         self._track_all(out)
-        self._use_scratch(kernel_workspaces(func, args, self.target))
-        self._note_op(func, args, out)
+        self._use_scratch(scratch)
+        self._note_op(func, cost)
         return out
 
     def _accumulates_in_place(self, old: Tensor, new: Tensor, **kwargs: Any) -> bool:
@@ -202,7 +208,7 @@ class Recorder(TorchDispatchMode):
             and isinstance(new, Tensor)
             and old.shape == new.shape
             and old.dtype == new.dtype
-            and torch._C._storage_Use_Count(old.untyped_storage()._cdata) == _SOLE_STORAGE_USES  # type: ignore[attr-defined]
+            and torch._C._storage_Use_Count(old.untyped_storage()._cdata) == _SOLE_STORAGE_USES
             # one more use here than at the dispatch itself: the argument tuple of this call is the same object
             and old._use_count() == _SOLE_TENSOR_USES  # type: ignore[attr-defined]
             and _is_dense(old)
@@ -264,8 +270,10 @@ class Recorder(TorchDispatchMode):
 
         self._watch[key] = weakref.ref(storage, gone)
 
-    def _note_op(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        kind, flops, moved = op_cost(func, args, out)
+    def _note_op(self, func: Any, cost: calls.Cost) -> None:
+        kind, flops, moved = cost
+        if not moved:  # the profiler's markers, which optimizers call as operators
+            return
         self._ops.append(Op(_name(func), flops, moved, kind, len(self._events), self._backward, self._layer))
 
 

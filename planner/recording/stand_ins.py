@@ -97,20 +97,44 @@ class Nf4Linear(nn.Linear):
         return out.to(input.dtype).clone()
 
 
+@torch.library.custom_op("vramplan::dequantized", mutates_args=())
+def dequantized(packed: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """The weight that bitsandbytes' dequantize_4bit writes, as one operator that reads half a byte an element."""
+    return torch.empty(shape, dtype=dtype, device=packed.device)
+
+
+@dequantized.register_fake
+def _(packed: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=packed.device)
+
+
+def _dequantized_scales(packed: Tensor) -> Tensor:
+    """One fp32 for each 64 elements, two of which share a byte."""
+    return torch.empty(-(-packed.numel() // 32), dtype=torch.float32, device=packed.device)
+
+
 class Matmul4Bit(torch.autograd.Function):
     """bitsandbytes/autograd/_functions.py, MatMul4Bit: the weight is dequantized into a temporary each way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """``x @ weight.T``, keeping only the packed weight."""
+        ctx.save_for_backward(packed)
         ctx.shape, ctx.dtype = shape, x.dtype
-        weight = torch.empty(shape, dtype=x.dtype, device=x.device)
+        # backends/cuda/ops.py, _dequant_linear_fallback: the scales without and with their offset stay to the end
+        scales = [_dequantized_scales(packed) for _ in range(2)]
+        weight = dequantized(packed, list(shape), x.dtype)
         with torch._C.DisableTorchFunction():
-            return torch.nn.functional.linear(x, weight, bias)
+            out = torch.nn.functional.linear(x, weight, bias)
+        del scales
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         """``grad_output @ weight``, dequantized again."""
-        weight = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_output.device)
+        (packed,) = ctx.saved_tensors
+        scales = _dequantized_scales(packed)  # functional.py, dequantize_4bit
+        weight = dequantized(packed, list(ctx.shape), ctx.dtype)
+        del scales
         with torch._C.DisableTorchFunction():
             return torch.matmul(grad_output, weight.to(grad_output.dtype)), None, None, None

@@ -1,0 +1,277 @@
+"""How long an optimizer step takes: a roofline for every recorded operator, behind a queue that the CPU fills.
+
+A kernel takes the longer of its arithmetic and its memory traffic, at what kernels of its kind reach of the card's
+peaks, and a constant for starting and draining. PyTorch launches operators one after the other without waiting for
+them, so the card works in order and idles whenever the CPU is behind. The numbers are in ``profiles/timing.json``,
+fitted to published measurements by ``benchmarks/time_accuracy.py``. What is meant to hold is the order of
+configurations on one card; measured trials replace it where there is a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.config import TrainingConfig
+from planner.hardware import Card
+from planner.memory.model import MemoryModel
+from planner.recording.record import Op
+
+Seconds = NDArray[np.float64]
+Amounts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """How long one optimizer step takes: all its micro-batches, then the update."""
+
+    step_ms: float
+    """One optimizer step."""
+    micro_batch_ms: float
+    """One of its micro-batches, forward and backward, on average."""
+    update_ms: float
+    """Clipping and the optimizer's step, with transfers where the optimizer is offloaded."""
+    tokens_per_s: float
+    """Tokens of the step's sequences a second."""
+    source: str = "simulated"
+    """simulated or measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Achievable:
+    """What kernels reach of a card's peaks and what surrounds them: the values of ``profiles/timing.json``."""
+
+    matmul_fp32_fraction: float
+    """Of the fp32 rate, by matrix products on CUDA cores."""
+    matmul_tensor_core_fraction: float
+    """Of the tensor cores' dense rate for the type, by matrix products."""
+    attention_fp32_fraction: float
+    """Of the fp32 rate, by fused attention on fp32 (the memory-efficient kernel)."""
+    attention_half_fraction: float
+    """Of the type's dense rate, by fused attention on fp16 or bf16."""
+    bandwidth_fraction: float
+    """Of the memory bandwidth, by every kernel."""
+    kernel_us: float
+    """What a kernel takes beyond its roofline: start, ramp-up and a last wave that doesn't fill the card."""
+    operator_us: float
+    """CPU time for each operator of a model, its module, its views and its autograd node included."""
+    bare_operator_us: float
+    """CPU time of an operator that no module calls: autocast's casts, an optimizer's work for each tensor."""
+    pcie_fraction: float
+    """Of the theoretical PCIe rate, by copies from and to pinned memory."""
+    host_bandwidth_bytes_per_s: float
+    """What the CPU's AdamW reaches of the host memory's bandwidth."""
+
+
+@cache
+def achievable() -> Achievable:
+    """The shipped values."""
+    text = resources.files("planner.profiles").joinpath("timing.json").read_text(encoding="utf-8")
+    values = json.loads(text)["values"]
+    return Achievable(**{field.name: float(values[field.name]["value"]) for field in fields(Achievable)})
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+_NO_KERNEL = frozenset(
+    {"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.set_"}
+)
+"""Operators that only make a tensor; their CPU time is in ``operator_us``, as that of views is."""
+_CAST = "aten._to_copy"
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators of a step in order, as arrays."""
+
+    kinds: tuple[str, ...]
+    """Each kind once."""
+    kind: NDArray[np.intp]
+    """[operators] index into ``kinds``"""
+    has_kernel: NDArray[np.bool_]
+    """[operators] whether the card has something to do"""
+    is_cast: NDArray[np.bool_]
+    """[operators]"""
+
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> Operators:
+        """From recorded operators."""
+        index: dict[str, int] = {}
+        kind = np.array([index.setdefault(op.kind, len(index)) for op in ops], dtype=np.intp)
+        has_kernel = np.array([op.name not in _NO_KERNEL for op in ops], dtype=np.bool_)
+        is_cast = np.array([op.name == _CAST for op in ops], dtype=np.bool_)
+        return cls(tuple(index), kind, has_kernel, is_cast)
+
+    def kernel_seconds(
+        self, flops: Amounts, moved_bytes: Amounts, card: Card, *, tf32: bool, reached: Achievable
+    ) -> Seconds:
+        """Time of each kernel alone on the card. [operators]"""
+        rates = np.array([_rate(kind, card, tf32=tf32, reached=reached) for kind in self.kinds])
+        arithmetic = flops / rates[self.kind] if len(rates) else np.zeros(0)
+        traffic = moved_bytes / (card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction)
+        seconds: Seconds = np.where(self.has_kernel, np.maximum(arithmetic, traffic) + reached.kernel_us * 1e-6, 0.0)
+        return seconds
+
+    def launch_seconds(self, reached: Achievable) -> Seconds:
+        """CPU time of each operator. [operators]"""
+        busy = np.where(self.is_cast, reached.bare_operator_us, reached.operator_us)
+        seconds: Seconds = np.where(self.has_kernel, busy, 0.0) * 1e-6
+        return seconds
+
+
+def _rate(kind: str, card: Card, *, tf32: bool, reached: Achievable) -> float:
+    """FLOP/s that operators of a kind reach; elementwise ones are bound by memory alone."""
+    if kind == "elementwise":
+        return float("inf")
+    family, dtype = kind.split(":")
+    rates = card.dense_flops_per_s
+    if family == "attention":  # fused kernels don't follow the tf32 switch
+        if dtype == "fp32":
+            return rates["fp32"] * reached.attention_fp32_fraction
+        return rates.get(dtype, rates["fp32"]) * reached.attention_half_fraction
+    if dtype == "fp32" and tf32:
+        dtype = "tf32"
+    if dtype == "fp32" or dtype not in rates or not card.has_tensor_cores:
+        return rates.get(dtype, rates["fp32"]) * reached.matmul_fp32_fraction
+    return rates[dtype] * reached.matmul_tensor_core_fraction
+
+
+# -- the queue -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward and backward pass."""
+
+    kernels_s: float
+    """Sum of its kernels."""
+    launches_s: float
+    """Sum of the CPU's work."""
+    alone_s: float
+    """From an idle card to an idle card."""
+
+    @classmethod
+    def of(cls, kernels: Seconds, launches: Seconds) -> Pass:
+        """A kernel starts when it has been launched and the one before it has ended.
+
+        So the last one ends at ``max over i of (time at which i is launched + kernels from i on)``.
+        """
+        total = float(kernels.sum())
+        waiting = np.cumsum(launches) - (np.cumsum(kernels) - kernels)
+        return cls(kernels_s=total, launches_s=float(launches.sum()), alone_s=total + float(waiting.max(initial=0.0)))
+
+    def repeated(self, times: int, *, between_s: float = 0.0) -> float:
+        """Seconds of several passes without waiting in between; each further one has ``between_s`` more to do.
+
+        The CPU runs ahead across passes: after the first, one takes as long as the slower of the two sides.
+        """
+        return self.alone_s + (times - 1) * max(self.kernels_s + between_s, self.launches_s)
+
+
+# -- the update ------------------------------------------------------------------------------------------------------
+
+_UPDATE_PASSES = {
+    # Reads and writes of values of the parameters' type, for each parameter; torch 2.13 where not said otherwise.
+    # fused_adam_impl.cu: reads weight, gradient and both moments, writes all but the gradient.
+    "adamw_fused": 7,
+    # torch/optim/adam.py, _multi_tensor_adam: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4.
+    "adamw_foreach": 20,
+    # bitsandbytes/csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise: gradient, and the weight both ways.
+    "adamw_8bit": 3,
+    # torch/optim/_adafactor.py, _single_tensor_adafactor: three norms 3, product 1, div 2, clamp 2, rsqrt 2, mul 3,
+    # norm 1, add 3.
+    "adafactor": 17,
+    # torch/optim/sgd.py, _multi_tensor_sgd without momentum: one add.
+    "sgd": 3,
+}
+_UPDATE_STATE_BYTES = {"adamw_8bit": 2 * 2 * (1 + 4 / 256)}
+"""Bytes a parameter besides: two moments of one byte with an fp32 scale for each 256, both ways."""
+_UPDATE_OPERATORS = {"adafactor": 20, "adamw_8bit": 4}
+"""Operators for each tensor where the optimizer loops over tensors; multi-tensor kernels have bookkeeping only."""
+_CLIP_PASSES = 3
+"""torch.nn.utils.clip_grad_norm_: gradients are read for the norm, then read and written to scale them."""
+_UNSCALE_PASSES = 2
+"""torch.amp.GradScaler.unscale_: gradients are read and written."""
+_ACCUMULATE_PASSES = 3
+"""accumulate_grad.h: the old and the new gradient are read, their sum is written."""
+_HOST_ADAMW_BYTES = 28
+"""FusedAdamKernel.cpp, fp32: reads weight, gradient and both moments, writes all but the gradient."""
+
+
+def parameter_bytes(config: TrainingConfig) -> int:
+    """Bytes of a trained parameter: adapters and everything under autocast are fp32."""
+    return 2 if config.precision == "bf16" and config.method == "full" else 4
+
+
+def update_seconds(
+    config: TrainingConfig, card: Card, *, trainable_parameters: int, trainable_tensors: int, reached: Achievable
+) -> float:
+    """From the last gradient to the new weights. The norm is looked at in between, so the queue is empty then."""
+    value_bytes = parameter_bytes(config)
+    bandwidth = card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction
+    passes = _CLIP_PASSES + (_UNSCALE_PASSES if config.precision == "fp16-amp" else 0)
+    clip = passes * value_bytes * trainable_parameters / bandwidth
+    if config.offload == "optimizer":
+        return clip + _host_update_seconds(value_bytes, card, trainable_parameters, reached)
+    traffic_bytes = _UPDATE_PASSES[config.optimizer] * value_bytes + _UPDATE_STATE_BYTES.get(config.optimizer, 0)
+    operators = trainable_tensors * _UPDATE_OPERATORS.get(config.optimizer, 1)
+    return clip + max(traffic_bytes * trainable_parameters / bandwidth, operators * reached.bare_operator_us * 1e-6)
+
+
+def _host_update_seconds(value_bytes: int, card: Card, parameters: int, reached: Achievable) -> float:
+    """Gradients to the host, AdamW there, weights back, one after the other as the emitted script does it."""
+    transfers = 2 * value_bytes * parameters / (card.pcie_bytes_per_s * reached.pcie_fraction)
+    conversion_bytes = 0 if value_bytes == 4 else 2 * (value_bytes + 4)  # gradients to fp32, weights back
+    return transfers + (_HOST_ADAMW_BYTES + conversion_bytes) * parameters / reached.host_bandwidth_bytes_per_s
+
+
+# -- the step --------------------------------------------------------------------------------------------------------
+
+
+def step_time(
+    model: MemoryModel,
+    config: TrainingConfig,
+    card: Card,
+    *,
+    trainable_parameters: int,
+    tokens_per_sequence: int,
+    reached: Achievable | None = None,
+) -> Time:
+    """One optimizer step of ``gradient_accumulation_steps`` micro-batches and an update.
+
+    ``tokens_per_sequence`` is what one sequence counts for; ``reached`` replaces the shipped values.
+    """
+    reached = reached or achievable()
+    shape = (config.micro_batch_size, config.seq_len)
+    step = model.step(shape)
+    operators = Operators.of(step.template.ops)
+    tf32 = config.precision == "tf32" and "tf32" in card.dense_flops_per_s
+    kernels = operators.kernel_seconds(*step.ops_at(shape), card, tf32=tf32, reached=reached)
+    one_pass = Pass.of(kernels, operators.launch_seconds(reached))
+    bandwidth = card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction
+    accumulate_s = _ACCUMULATE_PASSES * parameter_bytes(config) * trainable_parameters / bandwidth
+    micro_batches = config.gradient_accumulation_steps
+    passes_s = one_pass.repeated(micro_batches, between_s=accumulate_s)
+    update_s = update_seconds(
+        config,
+        card,
+        trainable_parameters=trainable_parameters,
+        trainable_tensors=len(step.template.gradients),
+        reached=reached,
+    )
+    step_s = passes_s + update_s
+    return Time(
+        step_ms=step_s * 1e3,
+        micro_batch_ms=passes_s / micro_batches * 1e3,
+        update_ms=update_s * 1e3,
+        tokens_per_s=config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
+    )
+
+
+__all__ = ["Achievable", "Operators", "Pass", "Time", "achievable", "parameter_bytes", "step_time", "update_seconds"]

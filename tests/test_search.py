@@ -1,0 +1,94 @@
+"""The search on the simulated space: as good as looking at everything."""
+
+import itertools
+
+import pytest
+
+from planner.hardware import ceiling_bytes, typical_card
+from planner.levers import Context
+from planner.models import resolve_model
+from planner.request import make_request
+from planner.search import EXHAUSTIVE_UP_TO, evaluate, search
+from planner.simulation import Simulator
+from planner.space import make_space, rungs
+from planner.units import GIB
+from planner.workload import Workload
+
+MODELS = [
+    ("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, (1, 2, 4)),
+    ("distilgpt2", "causal-lm", 512, (4, 6, 10)),
+    ("t5-small", "seq2seq-lm", 256, (2, 4, 6)),
+]
+CASES = [(*model[:3], vram) for model in MODELS for vram in model[3]]
+
+
+def make(model, task, seq_len, vram_gib, **request_fields):
+    """The space of a request on a typical card of that size, and its simulator."""
+    request = make_request(model=model, vram=f"{vram_gib}GB", seq_len=seq_len, **request_fields)
+    card, _ = typical_card(request.vram_bytes)
+    workload = Workload(
+        spec=resolve_model(model), task=task, target_seq_len=64 if task == "seq2seq-lm" else None
+    )
+    ceiling, _ = ceiling_bytes(request.vram_bytes, card, named=False)
+    simulator = Simulator(workload, card, ceiling_bytes=ceiling, host_ram_bytes=64 * GIB)
+    context = Context(
+        spec=workload.spec,
+        card=card,
+        method=rungs(request.method)[0],
+        effective_batch_size=32,
+        max_micro_batch_size=512,
+        layers=simulator.facts.layers,
+        supports_sdpa=simulator.facts.supports_sdpa,
+    )
+    return make_space(request, context, seq_len), simulator
+
+
+@pytest.mark.parametrize(("model", "task", "seq_len", "vram_gib"), CASES)
+def test_search_equals_enumeration(model, task, seq_len, vram_gib):
+    """Optuna's answer is the fastest of all configurations that fit, at three ceilings of three models."""
+    space, simulator = make(model, task, seq_len, vram_gib)
+    speeds = [
+        trial.time.tokens_per_s
+        for trial in (evaluate(config, simulator) for config in space.configurations())
+        if trial.status == "fits"
+    ]
+    best = search(space, simulator).best
+    assert speeds
+    assert max(speeds) == pytest.approx(best.time.tokens_per_s, rel=1e-3)
+    assert best.memory.total_bytes <= best.memory.ceiling_bytes
+
+
+def test_a_space_too_large_to_enumerate_is_sampled():
+    """With more configurations than the limit TPE looks at as many as it is given, all under the constraint."""
+    space, simulator = make("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, 2)
+    many = {**space.values, "optimizer": ["adamw_fused", "adamw_foreach", "sgd", "adafactor", "adamw_8bit"]}
+    large = type(space)(context=space.context, seq_len=space.seq_len, values=many)
+    large = type(space)(
+        context=space.context,
+        seq_len=space.seq_len,
+        values={**many, "checkpointing": ["none", "every-2", "every-3", "full"]},
+    )
+    assert large.size > EXHAUSTIVE_UP_TO
+    result = search(large, simulator, trials=40, seed=1)
+    assert 0 < len(result.trials) <= 40
+    assert result.best is not None
+    assert all(t.memory.total_bytes <= t.memory.ceiling_bytes for t in result.fitting)
+
+
+def test_same_seed_same_answer():
+    """The search is deterministic."""
+    answers = []
+    for _ in range(2):
+        space, simulator = make("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, 1)
+        answers.append(search(space, simulator, trials=30, seed=3).best.config)
+    assert answers[0] == answers[1]
+
+
+def test_every_configuration_keeps_the_effective_batch():
+    """Micro-batch times accumulation is the effective batch that was asked for, always."""
+    space, _ = make("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, 2)
+    products = {
+        config.micro_batch_size * config.gradient_accumulation_steps
+        for config in itertools.islice(space.configurations(), 500)
+    }
+    assert {32} == products
