@@ -19,7 +19,7 @@ from setups import Setup, setup_of
 from planner import cache as store
 from planner.errors import InputError, RecordingError
 from planner.hardware import Card
-from planner.memory.allocator import AllocatorSettings, Replay, replay_events
+from planner.memory.allocator import AllocatorSettings, OutOfMemory, Replay, replay_events
 from planner.memory.model import StepModel, Variant, fit_step
 from planner.memory.polynomials import NotPolynomialError, Shape
 from planner.recording.record import WORKSPACE, Op, Recording
@@ -78,10 +78,21 @@ class Run:
     @cached_property
     def replay(self) -> Replay:
         """The run through the caching allocator."""
+        return self._replay(None)
+
+    def fits_in(self, capacity_bytes: int) -> bool:
+        """Whether the run goes through when the driver has this much beside the context."""
+        try:
+            self._replay(capacity_bytes)
+        except OutOfMemory:
+            return False
+        return True
+
+    def _replay(self, capacity_bytes: int | None) -> Replay:
         sizes = np.array(self.recording.sizes, dtype=np.int64)
         kinds = np.array(self.recording.categories)
         sizes[kinds == WORKSPACE] = cublas_workspace_bytes(self.card.compute_capability)
-        return replay_events(np.array(self.recording.events), sizes, AllocatorSettings())
+        return replay_events(np.array(self.recording.events), sizes, AllocatorSettings(), capacity_bytes)
 
     @property
     def predicted_bytes(self) -> int:
@@ -110,8 +121,7 @@ def run_for(row: Row) -> Run | Skipped:
 
 def _recorded(setup: Setup) -> tuple[Recording, bool]:
     """Fitted to small shapes and evaluated at the row's; recorded there where nothing fits."""
-    variant = Variant.of(setup.shape)
-    model = _step_model(setup, variant)
+    model = None if setup.few_shapes else _step_model(setup, Variant.of(setup.shape))
     if model is not None:
         return _at(model, setup.shape), True
     key = {**_key(setup), "shape": setup.shape}
@@ -176,7 +186,9 @@ def _source(key: str, setup: Setup) -> Any:
         from planner.step import StepSource
 
         _sources.clear()
-        model = setup.workload.build_model(attention=setup.config.attention, dtype=getattr(torch, setup.weights))
+        model = setup.workload.build_model(
+            attention=setup.config.attention, dtype=getattr(torch, setup.weights), use_cache=setup.use_cache
+        )
         for lever in LEVERS:
             model = lever.change_model(model, setup.config)
         model.train()
@@ -186,7 +198,7 @@ def _source(key: str, setup: Setup) -> Any:
 
 
 def _source_key(setup: Setup) -> str:
-    return repr((setup.workload, setup.config, setup.weights, setup.card.compute_capability))
+    return repr((setup.workload, setup.config, setup.weights, setup.use_cache, setup.card.compute_capability))
 
 
 def _key(setup: Setup) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from planner.levers.optimizer import make_optimizer
@@ -70,9 +71,7 @@ def record(source: StepSource, loop: Loop, shape: Shape, *, micro_batches: int =
     source.model.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         recorder, semantics = stack.enter_context(recording_modes(source))
-        loop(
-            Session(source=source, shape=shape, recorder=recorder, semantics=semantics, micro_batches=micro_batches)
-        )
+        loop(Session(source=source, shape=shape, recorder=recorder, semantics=semantics, micro_batches=micro_batches))
         recorder.phase("end")
         recording = recorder.recording()
     source.model.zero_grad(set_to_none=True)
@@ -131,7 +130,8 @@ class TrainerLoop:
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
     zero_grads: bool = False
     labels: Callable[[Session], Tensor] = field(default=lambda session: session.tokens())
-    mask: bool = False
+    upcasts_outputs: bool = False
+    """Whether accelerate wraps the model's forward: under autocast, outputs are then converted to fp32."""
 
     def __call__(self, session: Session) -> None:
         """Two optimizer steps."""
@@ -148,14 +148,13 @@ class TrainerLoop:
     def _micro_batch(self, session: Session) -> None:
         with session.recorder.categorised(INPUTS):
             inputs = {"input_ids": session.tokens(), "labels": self.labels(session)}
-            if self.mask:
-                inputs["attention_mask"] = session.tokens()
         session.backward(self._loss(session, inputs))
 
-    @staticmethod
-    def _loss(session: Session, inputs: dict[str, Tensor]) -> Tensor:
+    def _loss(self, session: Session, inputs: dict[str, Tensor]) -> Tensor:
         with session.semantics.autocasting():
             outputs = session.model(**inputs)
+        if self.upcasts_outputs:
+            outputs = convert_to_fp32(outputs)
         loss: Tensor = outputs["loss"]
         return loss
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from loops import (
@@ -19,7 +19,6 @@ from loops import (
 from rows import Row, whole
 
 from planner.config import LoraSettings, TrainingConfig
-from planner.errors import InputError
 from planner.hardware import Card, context_bytes, find_card
 from planner.memory.polynomials import Shape
 from planner.models import ModelSpec, resolve_model
@@ -45,8 +44,14 @@ class Setup:
     micro_batches: int = 1
     context_bytes: int = 0
     """Outside the allocator, for rows measured from outside; the source's own figure where it gives one."""
+    few_shapes: bool = False
+    """So few rows share this structure that recording each at its own shape is less work than a fit."""
+    use_cache: bool = True
+    """As transformers' configurations have it; the Trainer turns it off with activation checkpointing."""
     caveats: tuple[str, ...] = ()
-    """What differs from what the source ran."""
+    """What the model code or the loop of that time did otherwise."""
+    notes: tuple[str, ...] = ()
+    """What else was assumed."""
 
 
 def setup_of(row: Row) -> Setup | str:
@@ -114,18 +119,23 @@ _TABLES = {
     "albert": ("albert-base-v1", _MASKED),
     "electra": ("google/electra-base-generator", _MASKED),
 }
-_EAGER_OF_THAT_TIME = {
-    "opt350": "eager attention of that time made its softmax in fp32",
+_GPT2 = "GPT-2's model code of that time differs (fused cache, causal masks; that these explain it is not shown)"
+_OF_THAT_TIME = {
+    ("opt350", "eager"): "OPT of that time copied queries, keys and values, and made its softmax in fp32",
+    ("opt350", "sdpa"): "OPT of that time copied queries, keys, values and the attention's output",
+    ("gpt2l", "eager"): _GPT2,
+    ("gpt2l", "sdpa"): _GPT2,
 }
-_MODEL_OF_THAT_TIME = {
-    "gpt2l": "GPT-2 of that time kept a causal mask of 1 MiB a layer on the card",
+_ASSUMED = {
+    "albert": "checkpoint assumed (the table is nearer to another one, without attention dropout)",
+    "electra": "checkpoint assumed",
+    "bert": "head assumed",
 }
 
 
 def _table(row: Row) -> Setup:
     name, task = _TABLES[row.source]
     attention = row["attention"]
-    caveats = [_MODEL_OF_THAT_TIME.get(row.source), _EAGER_OF_THAT_TIME.get(row.source) if attention == "eager" else ""]
     return Setup(
         workload=Workload(spec=resolve_model(name), task=task),
         config=_config(precision="fp32", attention=attention),
@@ -134,8 +144,13 @@ def _table(row: Row) -> Setup:
         loop_name="sum_of_logits",
         card=card_of(row),
         shape=_shape(row),
-        caveats=tuple(text for text in caveats if text),
+        caveats=_known(_OF_THAT_TIME.get((row.source, attention))),
+        notes=_known(_ASSUMED.get(row.source)),
     )
+
+
+def _known(text: str | None) -> tuple[str, ...]:
+    return (text,) if text else ()
 
 
 # -- milabench -----------------------------------------------------------------------------------------------------
@@ -157,6 +172,8 @@ def _milabench(row: Row) -> Setup:
         card=card_of(row),
         shape=_shape(row),
         context_bytes=MILABENCH_CONTEXT_BYTES,
+        caveats=("T5's model code of that time differs (recorded with 4.48: within 0.2 %)",) if seq2seq else (),
+        notes=("context taken from the H100",) if row.gpu != "H100" else (),
     )
 
 
@@ -170,31 +187,38 @@ def _default_bert() -> ModelSpec:
 GUIDE_CONTEXT_BYTES = 1343 * MIB
 """The guide's own figure: one tensor on its V100."""
 _GUIDE_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adamw_hf (Trainer default)": HuggingFaceAdamW,
+    "adamw_hf": HuggingFaceAdamW,
     "adafactor": HuggingFaceAdafactor,
     "bnb Adam8bit": optimizer_of("adamw_8bit"),
 }
 
 
 def _guide(row: Row) -> Setup | str:
-    optimizer = _GUIDE_OPTIMIZERS.get(row["optimizer"])
-    if optimizer is None:
+    name = next((name for name in _GUIDE_OPTIMIZERS if row["optimizer"].startswith(name)), None)
+    if name is None:
         return f"optimizer {row['optimizer']!r} isn't modelled"
     accumulate = (whole(row["grad_accum"]) or 1) > 1
+    checkpointed = row["grad_checkpointing"] == "y"
     return Setup(
         workload=Workload(spec=resolve_model("bert-large-uncased"), task="sequence-classification"),
         config=_config(
             precision=row["precision"],
             attention="eager",
-            checkpointing="full" if row["grad_checkpointing"] == "y" else "none",
+            checkpointing="full" if checkpointed else "none",
         ),
         weights="float32",
-        loop=TrainerLoop(optimizer=optimizer, zero_grads=True, labels=_one_label),
-        loop_name=f"guide {row['optimizer']}",
+        loop=TrainerLoop(optimizer=_GUIDE_OPTIMIZERS[name], zero_grads=True, labels=_one_label),
+        loop_name=f"guide {name}",
+        use_cache=False,
         card=card_of(row),
         shape=_shape(row),
         micro_batches=2 if accumulate else 1,
+        few_shapes=True,
         context_bytes=GUIDE_CONTEXT_BYTES,
+        # derivatives.yaml until torch 1.10: _softmax_backward_data(grad, result, dim, self)
+        caveats=()
+        if checkpointed
+        else ("torch before 1.11 kept every softmax's input (explains fp32 rows; fp16 in part)",),
     )
 
 
@@ -214,10 +238,11 @@ def _fms(row: Row) -> Setup | str:
     method = row["finetune_method"].split(";")[0]
     if method == "qlora" and "prepare_model_for_kbit" not in row["notes"]:
         return "nf4 without the upcast of norms that peft makes"
+    autocast = "autocast flag on" in row["precision"]
     return Setup(
         workload=Workload(spec=resolve_model(row["model_id"]), task="causal-lm"),
         config=_config(
-            precision="bf16",
+            precision="bf16-amp" if autocast else "bf16",
             attention="sdpa",
             checkpointing="full",
             method=method,
@@ -225,11 +250,17 @@ def _fms(row: Row) -> Setup | str:
             lora=_LORA if method != "full" else None,
         ),
         weights="bfloat16",
-        loop=TrainerLoop(optimizer=optimizer_of("adamw_foreach")),
-        loop_name="fms adamw_foreach",
+        loop=TrainerLoop(optimizer=optimizer_of("adamw_foreach"), upcasts_outputs=autocast),
+        loop_name=f"fms adamw_foreach {autocast}",
+        use_cache=False,
         card=card_of(row),
         shape=_shape(row),
+        few_shapes=True,
         context_bytes=context_bytes(card_of(row))[0],
+        # a full update's peak is the optimizer's, whatever the loss does
+        caveats=()
+        if method == "full"
+        else ("the causal loss of that time copied the shifted logits (suspected, not recorded)",),
     )
 
 

@@ -150,6 +150,7 @@ def _look_up(request: PlanRequest) -> Question:
         workload,
         card,
         ceiling_bytes=_ceiling(request, card)[0],
+        seq_len=seq_len,
         headroom_bytes=request.headroom_bytes,
         host_ram_bytes=request.host_ram_bytes,
     )
@@ -233,6 +234,7 @@ def _space(question: Question, method: str) -> Space:
         max_micro_batch_size=LARGEST_MICRO_BATCH,
         layers=facts.layers,
         supports_sdpa=facts.supports_sdpa,
+        supports_checkpointing=facts.supports_checkpointing,
     )
     return make_space(question.request, context, question.seq_len)
 

@@ -19,6 +19,8 @@ class ModelFacts:
     """Repeated layers of each stack (those that activation checkpointing counts)."""
     supports_sdpa: bool
     """Whether transformers has sdpa attention for it."""
+    supports_checkpointing: bool
+    """Whether transformers has activation checkpointing for it."""
     vocab_size: int
     """Entries of the vocabulary; 0 where there is none."""
 
@@ -40,5 +42,6 @@ def inspect_model(workload: Workload) -> ModelFacts:
         parameters=sum(p.numel() for p in model.parameters()),
         stacks=tuple(stack_sizes(model)),
         supports_sdpa=bool(getattr(model, "_supports_sdpa", False)),
+        supports_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.config import TrainingConfig
 from planner.levers import LEVERS
+from planner.levers.offload import conflict
 from planner.plans import MEMORY_COLUMNS, Reason
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
@@ -15,7 +16,8 @@ from planner.space import Space, effective_batch_size
 
 ALTERNATIVES = 3
 _STRUCTURE = ("method", "precision", "checkpointing", "attention", "quantization", "optimizer", "offload")
-_LENGTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
+_LENGTHS = tuple(2**n for n in range(5, 17))
+"""Lengths of memory.csv, in tokens."""
 
 
 def reasons_of(config: TrainingConfig, request: PlanRequest, space: Space, result: SearchResult) -> Iterator[Reason]:
@@ -113,7 +115,9 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
         chosen = str(getattr(best.config, lever.field))
         for choice in lever.choices(space.context):
             worth_a_look = choice.swept or lever.field == "optimizer"
-            if choice.valid and worth_a_look and choice.value != chosen:
+            changed = best.config.model_copy(update={lever.field: choice.value})
+            possible = choice.valid and not conflict(changed.offload, changed.optimizer)
+            if possible and worth_a_look and choice.value != chosen:
                 rows.append(_lever_row(lever.field, choice.value, choice.reason, best, simulator))
     return rows
 
@@ -162,14 +166,12 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
 
 
 def memory_rows(config: TrainingConfig, simulator: Simulator) -> list[dict[str, Any]]:
-    """The rows of memory.csv: the chosen structure over micro-batches and lengths, up to twice what was chosen."""
+    """The rows of memory.csv: the chosen structure over micro-batches and lengths, around what was chosen."""
     limit = simulator.workload.spec.max_seq_len or max(_LENGTHS)
-    lengths = sorted({n for n in _LENGTHS if n <= min(limit, 4 * config.seq_len)} | {config.seq_len})
-    batches = sorted({2, 4, 8, 16, 32, 64, config.micro_batch_size})
+    lengths = sorted({n for n in _LENGTHS if n <= min(limit, 2 * config.seq_len)} | {config.seq_len})
+    batches = sorted({max(2, config.micro_batch_size // 2), config.micro_batch_size, 2 * config.micro_batch_size})
     rows = []
     for seq_len in lengths:
-        if seq_len % 16 and seq_len != config.seq_len:
-            continue
         for micro_batch_size in batches:
             shaped = config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
             memory = simulator.memory(shaped)

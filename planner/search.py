@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from planner.config import TrainingConfig
+from planner.levers.offload import conflict
 from planner.simulation import Memory, Simulator
 from planner.space import Space
 from planner.timing import Time
+from planner.units import format_bytes
 
 if TYPE_CHECKING:
     import optuna
@@ -107,18 +109,28 @@ def _objective(
 
 def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
     """Memory and time of one configuration."""
+    clash = conflict(config.offload, config.optimizer)
+    if clash:
+        return Trial(config=config, memory=None, time=None, status="pruned", reason=clash)
+    host = simulator.host_shortage_bytes(config)
+    if host > 0:
+        reason = f"needs {format_bytes(host)} of host memory more than there is"
+        return Trial(config=config, memory=None, time=None, status="exceeds", reason=reason)
     if config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0:
-        pair = with_micro_batch(config, 2)
-        if simulator.memory(pair).fits:
+        if _fits(with_micro_batch(config, 2), simulator):
             reason = "two sequences at once fit, and are never slower"
             return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
-    memory = simulator.memory(config)
-    host = simulator.host_shortage_bytes(config)
-    if memory.fits and host <= 0:
+    least = simulator.at_least(config)
+    memory = least or simulator.memory(config)
+    if memory.fits:
         return Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
-    over = memory.total_bytes - memory.ceiling_bytes
-    reason = f"{over} bytes over the ceiling" if over > 0 else f"needs {host} bytes of host memory more than there is"
-    return Trial(config=config, memory=memory, time=simulator.time(config), status="exceeds", reason=reason)
+    over = format_bytes(memory.total_bytes - memory.ceiling_bytes)
+    reason = f"{'at least ' if least else ''}{over} over the ceiling"
+    return Trial(config=config, memory=memory, time=None, status="exceeds", reason=reason)
+
+
+def _fits(config: TrainingConfig, simulator: Simulator) -> bool:
+    return simulator.at_least(config) is None and simulator.memory(config).fits
 
 
 def with_micro_batch(config: TrainingConfig, micro_batch_size: int) -> TrainingConfig:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from planner import cache
 from planner.config import TrainingConfig
-from planner.errors import RecordingError
 from planner.hardware import Card, context_bytes
 from planner.inspection import ModelFacts, inspect_model
 from planner.levers.offload import HOST_BYTES_PER_PARAMETER
-from planner.memory.model import MemoryModel, StepModel, Variant, fit_step
-from planner.memory.polynomials import NotPolynomialError
+from planner.levers.optimizer import STATE_BYTES_PER_PARAMETER
+from planner.levers.precision import AUTOCAST_DTYPES
+from planner.memory.model import MemoryModel, StepModel, Variant, agrees, fit_step
+from planner.memory.polynomials import NotPolynomialError, Shape
 from planner.recording.record import Recording
 from planner.recording.repetition import NotRegularError, Stack
 from planner.timing import Time, step_time
@@ -64,7 +65,10 @@ def _this_machines_ram_bytes() -> int:
 
 
 class Simulator:
-    """Answers what a configuration of one workload needs on one card."""
+    """Answers what a configuration of one workload needs on one card.
+
+    ``seq_len`` is the planned length: the polynomials are checked against a recording there.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Simulator:
         card: Card,
         *,
         ceiling_bytes: int,
+        seq_len: int | None = None,
         headroom_bytes: int = 0,
         host_ram_bytes: int | None = None,
     ) -> None:
@@ -81,7 +86,9 @@ class Simulator:
         self._headroom_bytes = headroom_bytes
         self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
         self._context_bytes, self.context_reason = context_bytes(card)
+        self._checked_seq_len = seq_len
         self._sources: dict[str, StepSource] = {}
+        self._stacks: dict[str, tuple[Stack, ...]] = {}
         self._models: dict[str, MemoryModel] = {}
 
     @cached_property
@@ -103,14 +110,13 @@ class Simulator:
         peak = self.model(config).peak(
             (config.micro_batch_size, config.seq_len), accumulate=config.gradient_accumulation_steps > 1
         )
-        outside = self._context_bytes + self._margin_bytes
         activations = peak.breakdown["activations"] + peak.breakdown["inputs"]
         return Memory(
             peak_allocated_bytes=peak.allocated_bytes,
             peak_reserved_bytes=peak.reserved_bytes,
             context_bytes=self._context_bytes,
             margin_bytes=self._margin_bytes,
-            total_bytes=peak.reserved_bytes + outside,
+            total_bytes=peak.reserved_bytes + self._outside_bytes,
             ceiling_bytes=self.ceiling_bytes,
             breakdown={
                 "parameters": peak.breakdown["parameters"],
@@ -121,6 +127,43 @@ class Simulator:
                 "workspace": peak.breakdown["workspace"],
             },
         )
+
+    def least_bytes(self, config: TrainingConfig) -> int:
+        """A lower bound of the total, found without recording: weights, gradients and optimizer state alone.
+
+        Gradients and state count only where every parameter is trained; adapters have next to none.
+        """
+        weight = 2 if config.method == "lora" and config.precision in AUTOCAST_DTYPES else 4
+        if config.quantization == "nf4":
+            return self.facts.parameters // 2 + self._outside_bytes
+        each = 2 if config.precision == "bf16" else weight
+        if config.method == "full":
+            state = 0 if config.offload == "optimizer" else STATE_BYTES_PER_PARAMETER[config.optimizer]
+            each += each + (state if each == 4 else state // 2)
+        return self.facts.parameters * each + self._outside_bytes
+
+    def at_least(self, config: TrainingConfig) -> Memory | None:
+        """The peak without the allocator's rounding and fragmentation, when that alone is over the ceiling."""
+        shape = (config.micro_batch_size, config.seq_len)
+        accumulate = config.gradient_accumulation_steps > 1
+        least = self.least_bytes(config)
+        if least <= self.ceiling_bytes:
+            least = self.model(config).allocated_bytes(shape, accumulate=accumulate) + self._outside_bytes
+        if least <= self.ceiling_bytes:
+            return None
+        return Memory(
+            peak_allocated_bytes=least - self._outside_bytes,
+            peak_reserved_bytes=least - self._outside_bytes,
+            context_bytes=self._context_bytes,
+            margin_bytes=self._margin_bytes,
+            total_bytes=least,
+            ceiling_bytes=self.ceiling_bytes,
+            breakdown={},
+        )
+
+    @property
+    def _outside_bytes(self) -> int:
+        return self._context_bytes + self._margin_bytes
 
     def time(self, config: TrainingConfig) -> Time:
         """How long an optimizer step takes with this configuration."""
@@ -137,9 +180,10 @@ class Simulator:
         if config.method == "full":
             return self.facts.parameters
         structure = self.structure(config)
+        trained = {name: structure[name] for name in ("method", "lora", "quantization")}
         return cache.remembered(
             "trainable",
-            self._key(structure),
+            self._key(trained),
             lambda: sum(p.numel() for p in self._source(config, structure).trainable),
         )
 
@@ -157,6 +201,7 @@ class Simulator:
             self._models[key] = MemoryModel(
                 lambda variant: self._step_model(config, structure, variant),
                 self._update_recording(config, structure),
+                exact=lambda shape: self._record(config, structure, shape),
                 cublas_workspace_bytes=cublas_workspace_bytes(self.card.compute_capability),
             )
         return self._models[key]
@@ -175,26 +220,39 @@ class Simulator:
             "lora": config.lora.model_dump() if config.lora else None,
         }
 
-    def _step_model(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel:
+    def _step_model(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel | None:
+        """The fitted model, None where sizes follow no polynomial or don't at the planned length."""
         key = {**self._key(structure), "variant": variant._asdict()}
-        return cache.remembered("steps", key, lambda: self._fit(config, structure, variant))
+        model = cache.remembered("steps", key, lambda: self._fit(config, structure, variant))
+        shape = (1 if variant.single else 2, self._checked_seq_len or 0)
+        if model is None or Variant.of(shape) != variant or not shape[1]:
+            return model
+        agreed = cache.remembered(
+            "checks",
+            {**key, "shape": shape},
+            lambda: agrees(model, self._record(config, structure, shape), shape),
+        )
+        return model if agreed else None
 
-    def _fit(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel:
-        """From a shallow model where its layers repeat, else from the whole one."""
-        from planner.step import plan_stacks
-
-        stacks = plan_stacks(self.workload, config, self.facts.stacks)
-        if stacks:
-            try:
-                return fit_step(self._source(config, structure, stacks).record, variant.shapes())
-            except (NotRegularError, NotPolynomialError):
-                pass
+    def _fit(self, config: TrainingConfig, structure: dict[str, Any], variant: Variant) -> StepModel | None:
+        """From recordings of a shallow model where its layers repeat, else of the whole one."""
         try:
-            return fit_step(self._source(config, structure).record, variant.shapes())
-        except NotPolynomialError as error:
-            raise RecordingError(
-                f"{self.workload.spec.model_id}: memory follows no polynomial of micro-batch and length ({error})"
-            ) from error
+            return fit_step(lambda shape: self._record(config, structure, shape), variant.shapes())
+        except NotPolynomialError:
+            return None
+
+    def _record(self, config: TrainingConfig, structure: dict[str, Any], shape: Shape) -> Recording:
+        """Record one shape, remembering whether the structure's layers repeat."""
+        key = repr(structure)
+        if key not in self._stacks:
+            from planner.step import plan_stacks
+
+            self._stacks[key] = plan_stacks(self.workload, config, self.facts.stacks)
+        try:
+            return self._source(config, structure, self._stacks[key]).record(shape)
+        except NotRegularError:
+            self._stacks[key] = ()
+            return self._source(config, structure).record(shape)
 
     def _update_recording(self, config: TrainingConfig, structure: dict[str, Any]) -> Recording:
         # which parameters are trained, and in what type, doesn't depend on recomputation, attention or autocast

@@ -73,13 +73,16 @@ class StepSource:
 
 def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
     """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
-    model = workload.build_model(
-        attention=config.attention,
-        dtype=base_dtype(config.precision, config.method),
-        **_shallow(workload, stacks),
-    )
-    for lever in LEVERS:
-        model = lever.change_model(model, config)
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():  # there is no data to initialise, and peft's adapters alone would take seconds
+        model = workload.build_model(
+            attention=config.attention,
+            dtype=base_dtype(config.precision, config.method),
+            **_shallow(workload, stacks),
+        )
+        for lever in LEVERS:
+            model = lever.change_model(model, config)
     model.train()
     return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
 
@@ -97,9 +100,11 @@ def plan_stacks(workload: Workload, config: TrainingConfig, layers_of_stacks: Se
     stacks = tuple(Stack(layers=count, period=period) for count in layers_of_stacks)
     if not any(stack.repeats for stack in stacks) or any(stack.layers % period for stack in stacks):
         return ()
-    shallow = workload.build_model(attention=config.attention, dtype=torch.float32, **_shallow(workload, stacks))
-    wanted = [stack.template_layers for stack in stacks]
-    return stacks if stack_sizes(shallow) == wanted else ()
+    try:
+        shallow = workload.build_model(attention=config.attention, dtype=torch.float32, **_shallow(workload, stacks))
+    except Exception:  # the model's own code may refuse the changed configuration in any way: record it whole
+        return ()
+    return stacks if stack_sizes(shallow) == [stack.template_layers for stack in stacks] else ()
 
 
 def _period(types: Sequence[str]) -> int:
@@ -114,8 +119,9 @@ def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
         for name in _DEPTH_FIELDS:
             if getattr(config, name, None) == stack.layers:
                 changes[config.attribute_map.get(name, name)] = stack.template_layers
-                if name == "num_hidden_layers" and getattr(config, "layer_types", None):
-                    changes["layer_types"] = config.layer_types[: stack.template_layers]
+        for name, value in config.to_dict().items():  # lists with an entry for each layer: layer_types and the like
+            if isinstance(value, list) and len(value) == stack.layers:
+                changes[name] = value[: stack.template_layers]
     return changes
 
 
@@ -137,7 +143,8 @@ def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, CudaSemantic
 
 def _record(source: StepSource, shape: Shape) -> Recording:
     with recording_modes(source) as (recorder, semantics):
-        run_micro_batch(source.workload, source.model, shape, recorder, semantics.autocasting)
+        autocasting = semantics.autocasting if autocast_dtype(source.config.precision) else None
+        run_micro_batch(source.workload, source.model, shape, recorder, autocasting)
     return recorder.recording()
 
 
@@ -177,30 +184,31 @@ def _contexts(recompute: Callable[[int], Any], index: int) -> tuple[Any, Any]:
 
 
 def run_micro_batch(
-    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any]
+    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any] | None
 ) -> None:
-    """One micro-batch of the emitted loop, from the batch's arrival to its end."""
+    """One micro-batch of the emitted loop, from the batch's arrival to its end. ``autocasting`` is None without AMP."""
     recorder.phase("inputs", category=INPUTS)
     batch = workload.make_batch(*shape)
     recorder.phase("forward", category=ACTIVATIONS)
-    loss = _forward(model, batch, autocasting)
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    loss = loss_of(_outputs(model, inputs, autocasting).logits, labels, items=1)
+    del inputs, labels
     recorder.phase("backward", category=TEMPORARIES, backward=True)
     loss.backward()  # type: ignore[no-untyped-call]
     recorder.phase("end")
     del loss, batch
 
 
-def _forward(model: nn.Module, batch: dict[str, Tensor], autocasting: Callable[[], Any]) -> Tensor:
+def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Callable[[], Any] | None) -> Any:
+    if autocasting is None:
+        return model(**inputs)
     from accelerate.utils import convert_to_fp32
 
-    inputs = dict(batch)
-    labels = inputs.pop("labels")
     with autocasting():
         outputs = model(**inputs)
-    # accelerate.Accelerator.prepare_model wraps forward in autocast and then this
-    logits = convert_to_fp32({"logits": outputs["logits"]})["logits"]
-    del outputs
-    return loss_of(logits, labels, items=1)
+    # accelerate.Accelerator.prepare_model wraps forward in autocast, and that in this
+    return convert_to_fp32(outputs)
 
 
 def record_update(source: StepSource, optimizer_name: str, offload: str) -> Recording:

@@ -52,7 +52,7 @@ class Achievable:
     matmul_tensor_core_fraction: float
     """Of the tensor cores' dense rate for the type, by matrix products."""
     attention_fp32_fraction: float
-    """Of the fp32 rate, by fused attention on fp32 (the memory-efficient kernel)."""
+    """Of the fp32 rate, by fused attention on fp32 (the memory-efficient kernel), or without tensor cores."""
     attention_half_fraction: float
     """Of the type's dense rate, by fused attention on fp16 or bf16."""
     bandwidth_fraction: float
@@ -131,15 +131,13 @@ def _rate(kind: str, card: Card, *, tf32: bool, reached: Achievable) -> float:
         return float("inf")
     family, dtype = kind.split(":")
     rates = card.dense_flops_per_s
-    if family == "attention":  # fused kernels don't follow the tf32 switch
-        if dtype == "fp32":
-            return rates["fp32"] * reached.attention_fp32_fraction
-        return rates.get(dtype, rates["fp32"]) * reached.attention_half_fraction
-    if dtype == "fp32" and tf32:
+    if family == "matmul" and dtype == "fp32" and tf32:  # fused attention doesn't follow the tf32 switch
         dtype = "tf32"
-    if dtype == "fp32" or dtype not in rates or not card.has_tensor_cores:
-        return rates.get(dtype, rates["fp32"]) * reached.matmul_fp32_fraction
-    return rates[dtype] * reached.matmul_tensor_core_fraction
+    on_cuda_cores = dtype == "fp32" or dtype not in rates or not card.has_tensor_cores
+    rate = rates.get(dtype, rates["fp32"])
+    if family == "attention":
+        return rate * (reached.attention_fp32_fraction if on_cuda_cores else reached.attention_half_fraction)
+    return rate * (reached.matmul_fp32_fraction if on_cuda_cores else reached.matmul_tensor_core_fraction)
 
 
 # -- the queue -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
@@ -17,7 +18,10 @@ from planner.units import compact_bytes, format_bytes
 def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
     """The error that says what would fit."""
     closest = result.closest
-    assert closest is not None and closest.memory is not None
+    if closest is None:  # offloading was asked for, and the host is too small for any configuration
+        raise NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
+    closest = replace(closest, memory=simulator.memory(closest.config))
+    assert closest.memory is not None
     smallest = _smallest_label_bytes(closest, simulator)
     over = closest.memory.total_bytes - closest.memory.ceiling_bytes
     lines = [

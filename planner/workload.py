@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from planner.errors import InputError, Problem
@@ -24,9 +25,6 @@ _AUTO_MAPPINGS = {
 }
 TRAINABLE_TASKS = tuple(_AUTO_MAPPINGS)
 """Tasks that this version simulates and writes a script for."""
-
-# Tokenizers of these families return token_type_ids (their model_input_names).
-_TOKEN_TYPE_FAMILIES = ("bert", "albert", "electra", "deberta-v2", "mobilebert", "layoutlm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +76,23 @@ class Workload:
         cls = cast(Any, model_class(self.spec.model_type, self.architecture))
         with torch.device(device):
             model: nn.Module = cls._from_config(config, dtype=dtype)
+        model.tie_weights()  # type: ignore[operator]  # left out where initialisation is switched off
         model.train()
         return model
 
     def hf_config(self, **changes: Any) -> Any:
         """The transformers configuration for this task, without a generation cache."""
+        from copy import deepcopy
+
+        if not changes:
+            return deepcopy(self._plain_config)
+        return self._make_config(**changes)
+
+    @cached_property
+    def _plain_config(self) -> Any:
+        return self._make_config()
+
+    def _make_config(self, **changes: Any) -> Any:
         from transformers import AutoConfig
 
         values = {key: value for key, value in self.spec.config.items() if not key.startswith("_")}
@@ -106,10 +116,7 @@ class Workload:
         def tokens(length: int) -> Tensor:
             return torch.ones(micro_batch_size, length, dtype=torch.int64, device=device)
 
-        batch = {"input_ids": tokens(seq_len)}
-        if self.spec.model_type in _TOKEN_TYPE_FAMILIES:
-            batch["token_type_ids"] = tokens(seq_len)
-        batch["attention_mask"] = tokens(seq_len)
+        batch = {"input_ids": tokens(seq_len), "attention_mask": tokens(seq_len)}
         if self.task == "sequence-classification":
             batch["labels"] = torch.ones(micro_batch_size, dtype=torch.int64, device=device)
         elif self.task == "seq2seq-lm":  # the collator shifts the target itself: the model gets no labels
@@ -125,11 +132,11 @@ class Workload:
 
 
 def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
-    """The emitted script's loss: summed cross-entropy in fp32 over the effective batch's items."""
+    """The emitted script's ``mean_loss``: summed cross-entropy in fp32 over the effective batch's items."""
     import torch.nn.functional as F
 
-    flat = logits.float().reshape(-1, logits.shape[-1])
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=-100, reduction="sum") / items
+    logits = logits.float()  # rebinding frees logits in a lower precision
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), reduction="sum") / items
 
 
 def model_class(model_type: str, name: str) -> type[nn.Module]:

@@ -125,6 +125,8 @@ CALLS: dict[str, Callable[[Make, Make, Make], object]] = {
 
 
 def makers(device: str, low: torch.dtype) -> tuple[Make, Make, Make]:
+    """Makers of fp32, low-precision and whole-number tensors."""
+
     def make(dtype: torch.dtype) -> Make:
         return lambda *shape: torch.zeros(*shape, device=device, dtype=dtype)
 

@@ -699,16 +699,16 @@ def test_real_model_learns_and_survives_a_kill(tmp_path: Path, rows: list[dict[s
     plan = make_plan("sequence-classification", str(minilm()), **sizes)
     for name, text in render_training_files(plan).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    some = [row for row in rows if row["label"] in ("decimal", "asyncio")][:77]
+    some = [row for row in rows if row["label"] in ("decimal", "asyncio")][:61]
     path = write_jsonl(tmp_path / "docs.jsonl", some)
     steps = math.ceil(len(some) / plan["config"]["effective_batch_size"]) * 2
-    flags = ("--data", path, "--epochs", "2", "--save-every", "4", "--learning-rate", "2e-4")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    flags = ("--data", path, "--epochs", "2", "--save-every", "6", "--learning-rate", "2e-4")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "out.txt").open("w") as out:
         process = subprocess.Popen(
             command(tmp_path, *flags), cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT
         )
-        while process.poll() is None and len(read_log(tmp_path / "output")) < 5:
+        while process.poll() is None and len(read_log(tmp_path / "output")) < 7:
             time.sleep(0.1)
         process.kill()
         process.wait()
@@ -721,14 +721,15 @@ def test_real_model_learns_and_survives_a_kill(tmp_path: Path, rows: list[dict[s
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert 0 == done.returncode, done.stderr
     log = read_log(tmp_path / "output")
     assert list(range(1, steps + 1)) == [int(row["step"]) for row in log]
-    assert before[:4] == log[:4]
+    assert before[:6] == log[:6]
     losses = [row["loss"] for row in log]
     assert 0.8 * sum(losses[:4]) > sum(losses[-4:])
-    assert len(losses) == steps == 20
+    assert len(losses) == steps == 16
 
 
 @pytest.mark.slow
@@ -736,7 +737,7 @@ def test_two_processes_train_as_one(tmp_path: Path, tiny: Any, train: Train, dat
     """Two processes share each step's samples, an odd number of them, and make the same steps as one."""
     plan, path = small("masked-lm", tiny("bert"), effective_batch_size=9), data("masked-lm")
     alone = train(plan, "--data", path, "--max-steps", "2", output="alone")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     arguments = ["--data", path, "--max-steps", "2", "--output-dir", tmp_path / "two"]
     done = subprocess.run(
         [*launch, *command(tmp_path, *arguments)[1:]],
@@ -744,6 +745,7 @@ def test_two_processes_train_as_one(tmp_path: Path, tiny: Any, train: Train, dat
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert 0 == done.returncode, done.stderr
     for name in ("loss", "grad_norm"):

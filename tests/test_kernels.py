@@ -16,10 +16,12 @@ AMPERE, ADA, TURING = (Target(compute_capability=version) for version in ((8, 0)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without data."""
     return torch.zeros(*shape, device="meta", dtype=dtype)
 
 
 def scratch(func: object, *args: object, target: Target = ADA) -> list[int]:
+    """Bytes of a kernel's buffers."""
     return [buffer.nbytes for buffer in kernel_workspaces(func, args, target)]
 
 
@@ -97,6 +99,7 @@ def test_partial_sums_of_embeddings_are_fp32() -> None:
 
 
 def heads(head_dim: int, dtype: torch.dtype, *, key_heads: int = 4, length: int = 100) -> tuple[Tensor, ...]:
+    """Gradient, query, key and value of an attention with four query heads."""
     query = zeros(2, 4, length, head_dim, dtype=dtype)
     key = zeros(2, key_heads, length, head_dim, dtype=dtype)
     return query, query, key, key

@@ -71,6 +71,7 @@ def signed_bytes(recording: Recording) -> list[int]:
 
 
 def sizes_of(recording: Recording, category: int) -> list[int]:
+    """Bytes of the blocks of a category."""
     return [size for size, own in zip(recording.sizes, recording.categories, strict=True) if own == category and size]
 
 
@@ -78,11 +79,13 @@ def sizes_of(recording: Recording, category: int) -> list[int]:
 
 
 def mlp() -> nn.Module:
+    """A small network."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def mlp_step(net: nn.Module) -> Step:
+    """Its forward pass, loss and backward pass."""
     features, labels = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
 
     def step(backward: Callable[[], None]) -> None:
@@ -340,6 +343,7 @@ class Layered(nn.Module):
         self.contexts: Callable[[int], object] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Through all layers."""
         x = self.first(x)
         for index, layer in enumerate(self.layers):
             if self.contexts is None:
@@ -350,6 +354,7 @@ class Layered(nn.Module):
 
 
 def layered_recording(*, recompute: bool) -> Recording:
+    """Of the layered network, on tensors without data."""
     net, x = Layered().to("meta"), torch.ones(5, 4, device="meta")
     recorder = Recorder(TARGET)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import bitsandbytes
 import pytest
@@ -34,14 +35,16 @@ def recorded(*steps: Callable[[], object]) -> list[list[int]]:
             for event in recording.events[first:last]
             if recording.categories[abs(event)] != WORKSPACE
         ]
-        for first, last in zip(starts, starts[1:], strict=False)
+        for first, last in pairwise(starts)
     ]
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def optimizer_events(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype) -> list[list[int]]:
+def optimizer_events(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype
+) -> list[list[int]]:
     """The first update and a later one."""
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     for parameter in parameters[:-1]:
@@ -121,6 +124,7 @@ def real_layer(inputs: int, outputs: int, dtype: torch.dtype) -> bitsandbytes.nn
 
 
 def stand_in(inputs: int, outputs: int, dtype: torch.dtype) -> Nf4Linear:
+    """Ours, for the same layer."""
     return Nf4Linear(nn.Linear(inputs, outputs, bias=False), dtype)
 
 
@@ -136,6 +140,7 @@ def test_quantized_weights_take_the_real_ones_bytes(inputs: int, outputs: int) -
 
 
 def layer_events(layer: nn.Module, input_dtype: torch.dtype) -> list[list[int]]:
+    """Allocations of its forward and backward pass."""
     x = torch.ones(40, 256, dtype=input_dtype, requires_grad=True)
     layer(x.detach())  # bitsandbytes looks at its first input and decides on a type
     out: list[Tensor] = []
@@ -147,8 +152,7 @@ def layer_events(layer: nn.Module, input_dtype: torch.dtype) -> list[list[int]]:
 def test_the_backward_pass_dequantizes_as_the_real_one(input_dtype: torch.dtype) -> None:
     """Scales, the dequantized weight, the gradient of the input: same bytes in the same order.
 
-    The stand-in's last step is peft's clone of the result, whose gradient passes through; its forward pass frees
-    one block less here because the real layer's result is not cloned outside of peft.
+    The stand-in ends with the clone that peft's wrapper makes of the real layer's result; its gradient passes through.
     """
     real, ours = (layer_events(make(256, 128, torch.bfloat16), input_dtype)[1] for make in (real_layer, stand_in))
     assert 256 * 128 * 2 in real

@@ -19,6 +19,7 @@ def header_lines(plan: Mapping[str, Any]) -> list[str]:
     facts = [
         ("made by", plan_command(plan["request"])),
         ("run by", "accelerate launch --config_file accelerate.yaml train.py --data FILE"),
+        ("or", "python train.py --data FILE"),
         ("memory", _memory(plan["memory"], plan["hardware"])),
         ("", _memory_parts(plan["memory"])),
         ("time", _time(plan["time"])),

@@ -155,9 +155,9 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "config": config,
         "header": header_lines(plan),
         "about": _about(plan),
-        "description": _description(workload),
+        "description": f"Train {_what(workload)}",
         "model": workload["model"].removesuffix("/config.json"),
-        "target_seq_len": workload.get("target_seq_len"),
+        "target_seq_len": _target_seq_len(workload, config),
         "seed": request.get("seed") or 0,
         "learning_rate": f"{_learning_rate(words, config):.0e}".replace("e-0", "e-"),
         "every_n": _every_n(config["checkpointing"]),
@@ -180,13 +180,14 @@ def _check(task: str, config: Mapping[str, Any]) -> None:
 
 
 def _about(plan: Mapping[str, Any]) -> str:
+    """The script's first line; a name of several lines may not leave the comment."""
     workload, config = plan["workload"], plan["config"]
     how = {"full": "Train", "lora": "Train LoRA adapters for", "qlora": "Train LoRA adapters on a 4-bit base of"}
-    return f"{how[config['method']]} {workload['model']}: {workload['task'].replace('-', ' ')}."
+    return " ".join(f"{how[config['method']]} {_what(workload)}".split())
 
 
-def _description(workload: Mapping[str, Any]) -> str:
-    return f"Train {workload['model']}: {workload['task'].replace('-', ' ')}."
+def _what(workload: Mapping[str, Any]) -> str:
+    return f"{workload['model']}: {workload['task'].replace('-', ' ')}."
 
 
 def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +212,13 @@ def _weight_comment(method: str, weights: str) -> str:
     if method == "full":
         return f"{size} a parameter, and as much for its gradient"
     return f"{size} a frozen weight{' not in nf4' if method == 'qlora' else ''}"
+
+
+def _target_seq_len(workload: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Tokens of the longest target, 0 for tasks without one; a plan that says nothing allows what texts may have."""
+    if workload["task"] != "seq2seq-lm":
+        return 0
+    return int(workload.get("target_seq_len") or config["seq_len"])
 
 
 def _learning_rate(words: _TaskWords, config: Mapping[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.config import TrainingConfig
 from planner.levers.base import Choice, Context, Lever
@@ -27,34 +27,38 @@ class AdaptersLever(Lever):
         return [Choice(value=context.method, reason=reasons[context.method])]
 
     def change_model(self, model: nn.Module, config: TrainingConfig) -> nn.Module:
-        """Wrap with peft; adapters are fp32 whatever the base is (peft's autocast_adapter_dtype)."""
+        """Wrap with peft as the emitted script does: what is trained is fp32 under autocast, the head included."""
         if config.method == "full":
             return model
         from peft import LoraConfig, get_peft_model
 
         assert config.lora is not None
-        wrapped: Any = get_peft_model(
-            model,
-            LoraConfig(
-                r=config.lora.r,
-                lora_alpha=config.lora.alpha,
-                lora_dropout=config.lora.dropout,
-                target_modules=config.lora.target_modules,
-                task_type=_peft_task(model),
-            ),
+        task = _peft_task(model)
+        settings = LoraConfig(
+            r=config.lora.r,
+            lora_alpha=config.lora.alpha,
+            lora_dropout=config.lora.dropout,
+            target_modules=config.lora.target_modules,
+            task_type=task,
+            modules_to_save=["pooler"] if task == "SEQ_CLS" else None,
+            exclude_modules=["classifier", "score"] if task == "TOKEN_CLS" else None,
         )
-        return wrapped  # type: ignore[no-any-return]
+        wrapped: nn.Module = get_peft_model(model, settings)  # type: ignore[arg-type]
+        if config.precision.endswith("amp"):
+            for parameter in wrapped.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+        return wrapped
 
 
 def _peft_task(model: nn.Module) -> str | None:
     """What peft wants to know to keep a fresh classification head trainable."""
     name = type(model).__name__
-    if name.endswith("ForSequenceClassification"):
-        return "SEQ_CLS"
-    if name.endswith("ForTokenClassification"):
-        return "TOKEN_CLS"
-    if name.endswith("ForConditionalGeneration"):
-        return "SEQ_2_SEQ_LM"
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "CAUSAL_LM"
-    return None
+    endings = {
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+        "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+        "ForCausalLM": "CAUSAL_LM",
+        "LMHeadModel": "CAUSAL_LM",
+    }
+    return next((task for ending, task in endings.items() if name.endswith(ending)), None)

@@ -31,6 +31,8 @@ class Context:
     """Repeated layers of the model."""
     supports_sdpa: bool
     """Whether transformers has sdpa attention for the model."""
+    supports_checkpointing: bool = True
+    """Whether transformers has activation checkpointing for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

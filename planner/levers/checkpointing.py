@@ -27,14 +27,21 @@ class CheckpointingLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """Every model of transformers with checkpointing layers can; half of the layers is worth a look from four."""
+        supported = context.supports_checkpointing
+        missing = "" if supported else f"transformers has no checkpointing for {context.spec.model_type}"
         return [
             Choice(value="none", reason="nothing is computed twice"),
-            Choice(value="full", reason="keeps one hidden state a layer, for one more forward pass"),
+            Choice(
+                value="full",
+                valid=supported,
+                reason=missing or "keeps one hidden state a layer, for one more forward pass",
+            ),
             *(
                 Choice(
                     value=f"every-{n}",
+                    valid=supported,
                     swept=n == 2 and context.layers >= 4,
-                    reason=f"keeps all but one in {n} layers' activations, for a {n}th of the recomputation",
+                    reason=missing or f"one layer in {n} keeps its input alone, and is computed twice",
                 )
                 for n in (2, 4)
             ),
@@ -45,11 +52,10 @@ class CheckpointingLever(Lever):
         n = every_n(config.checkpointing)
         if n is None:
             return model
-        base: Any = model
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.method != "full":
-            # the frozen embedding's output needs a gradient for the first checkpointed layer to be recomputed
-            base.enable_input_require_grads()
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        # transformers 5.23 renamed the method; under both names the arguments of torch's checkpoint() come first
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         for index, layer in enumerate(checkpointing_layers(model)):
             layer.gradient_checkpointing = index % n == 0  # type: ignore[assignment]
         return model

@@ -8,6 +8,13 @@ HOST_BYTES_PER_PARAMETER = 16
 """Pinned fp32 copies of weight and gradient, and Adam's two states: 4 bytes each."""
 
 
+def conflict(offload: str, optimizer: str) -> str | None:
+    """Why an optimizer can't be offloaded, or None: the emitted script's host optimizer is AdamW."""
+    if offload == "optimizer" and optimizer not in ("adamw_fused", "adamw_foreach"):
+        return f"{optimizer} has no host version: offload goes with adamw_fused and adamw_foreach"
+    return None
+
+
 class OffloadLever(Lever):
     """none, or the optimizer: its state and its step on the host, weights and gradients crossing PCIe once a step."""
 

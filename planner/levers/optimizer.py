@@ -58,7 +58,7 @@ def make_optimizer(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optim
         "adamw_fused": FusedAdamW,
         "adamw_foreach": lambda p: torch.optim.AdamW(p, foreach=True),
         "adamw_8bit": EightBitAdamW,
-        "adafactor": lambda p: torch.optim.Adafactor(p, foreach=True),
+        "adafactor": lambda p: torch.optim.Adafactor(p, foreach=False),
         "sgd": lambda p: torch.optim.SGD(p, foreach=True),
     }
     return kinds[name](list(parameters))

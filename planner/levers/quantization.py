@@ -11,8 +11,8 @@ from planner.levers.precision import base_dtype
 if TYPE_CHECKING:
     from torch import nn
 
-_SKIPPED = ("lm_head", "score", "classifier", "qa_outputs", "embed_out", "pre_classifier")
-"""transformers keeps output heads unquantized (quantizers/base.py, get_keys_to_not_convert)."""
+_SKIPPED = ("classifier", "score", "pooler")
+"""New modules, which the emitted script keeps from being quantized."""
 
 
 class QuantizationLever(Lever):
@@ -35,20 +35,20 @@ class QuantizationLever(Lever):
 
         from planner.recording.stand_ins import Nf4Linear
 
+        kept = {id(module) for module in (_output_layer(model),) if module is not None}
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):
                 path = f"{name}.{child_name}" if name else child_name
-                if type(child) is nn.Linear and not any(part in _SKIPPED for part in path.split(".")):
+                new = any(part in _SKIPPED for part in path.split("."))
+                if type(child) is nn.Linear and not new and id(child) not in kept:
                     setattr(module, child_name, Nf4Linear(child, base_dtype(config.precision, config.method)))
-        _cast_rest_to_fp32(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
         return model
 
 
-def _cast_rest_to_fp32(model: nn.Module) -> None:
-    """peft.prepare_model_for_kbit_training: freezes the base, and casts what isn't 4-bit to fp32."""
-    import torch
-
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(torch.float32)
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    """transformers keeps the output embeddings unquantized (quantizers/base.py, get_keys_to_not_convert)."""
+    getter = getattr(model, "get_output_embeddings", None)
+    layer: nn.Module | None = getter() if getter else None
+    return layer

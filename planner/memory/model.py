@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.memory.allocator import AllocatorSettings, replay_events
-from planner.memory.polynomials import NotPolynomialError, Polynomials, Shape, fit, shapes_needed
+from planner.memory.polynomials import N_MONOMIALS, NotPolynomialError, Polynomials, Shape, fit, shapes_needed
 from planner.memory.program import Program, build, categories
 from planner.recording.record import CATEGORY_NAMES, WORKSPACE, Op, Recording
 
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
         workspaces are whole numbers (also for a target sequence, whose length doesn't change).
         """
         lengths = (80, 240, 400, 160, 320, 80, 240, 400) if self.aligned else (40, 120, 200, 360, 280, 120, 40, 200)
-        batches = (1,) * 8 if self.single else (10, 15, 25, 15, 10, 30, 20, 35)
+        batches = (1,) * 8 if self.single else (10, 15, 20, 15, 10, 30, 25, 35)
         return tuple(zip(batches, lengths, strict=True))
 
 
@@ -110,6 +110,27 @@ def fit_step(record: Record, shapes: Sequence[Shape]) -> StepModel:
     return _split(recordings[0], polynomials)
 
 
+def constant_step(recording: Recording) -> StepModel:
+    """The model of one recorded shape: every size is what it is there."""
+    values = _all_values([recording])[0]
+    numerators = np.zeros((len(values), N_MONOMIALS), dtype=np.int64)
+    numerators[:, 0] = values
+    return _split(recording, Polynomials(numerators, np.ones(len(values), dtype=np.int64)))
+
+
+def agrees(model: StepModel, recording: Recording, shape: Shape) -> bool:
+    """Whether the model gives what was recorded at a shape, event for event."""
+    if recording.structure != model.template.structure:
+        return False
+    return bool(np.array_equal(model.sizes.at(shape), np.array(recording.sizes)))
+
+
+def _required(record: Record | None) -> Record:
+    if record is None:
+        raise NotPolynomialError(np.zeros(0, dtype=np.int64))
+    return record
+
+
 def _all_values(recordings: Sequence[Recording]) -> Int64s:
     counts = {(len(r.sizes), len(r.gates), len(r.ops), sum(len(op.moved_bytes) for op in r.ops)) for r in recordings}
     if len(counts) > 1:
@@ -142,18 +163,21 @@ def _split(template: Recording, polynomials: Polynomials) -> StepModel:
 class MemoryModel:
     """What a configuration structure needs at any micro-batch and length, on a card with given workspaces.
 
-    ``step`` gives the step's model for a Variant, when one is first asked for.
+    ``step`` gives the step's model for a Variant, when one is first asked for; None when its sizes follow no
+    polynomial: then ``exact`` records each shape that is asked for.
     """
 
     def __init__(
         self,
-        step: Callable[[Variant], StepModel],
+        step: Callable[[Variant], StepModel | None],
         update: Recording,
         *,
         cublas_workspace_bytes: int,
+        exact: Record | None = None,
         settings: AllocatorSettings | None = None,
     ) -> None:
         self._step = lru_cache(maxsize=4)(step)
+        self._exact = lru_cache(maxsize=64)(lambda shape: constant_step(_required(exact)(shape)))
         self.update = update
         self._workspace_bytes = cublas_workspace_bytes
         self._settings = settings or AllocatorSettings()
@@ -162,14 +186,20 @@ class MemoryModel:
 
     def step(self, shape: Shape) -> StepModel:
         """The step's model for this shape."""
-        return self._step(Variant.of(shape))
+        return self._step(Variant.of(shape)) or self._exact(shape)
 
-    def _build_program(self, variant: Variant, accumulate: bool) -> Program:
-        return build(self._step(variant).template, self.update, accumulate=accumulate)
+    def is_polynomial(self, shape: Shape) -> bool:
+        """Whether shapes like this one are replayed from a few recordings, or each recorded."""
+        return self._step(Variant.of(shape)) is not None
+
+    def _build_program(self, key: Variant | Shape, accumulate: bool) -> Program:
+        step = self._step(key) if isinstance(key, Variant) else self._exact(key)
+        assert step is not None
+        return build(step.template, self.update, accumulate=accumulate)
 
     def program(self, shape: Shape, *, accumulate: bool) -> Program:
         """The run's stream of events."""
-        return self._program(Variant.of(shape), accumulate)
+        return self._program(Variant.of(shape) if self.is_polynomial(shape) else shape, accumulate)
 
     def block_sizes(self, shape: Shape, *, accumulate: bool) -> Int64s:
         """Bytes of every block of the program at a shape."""
@@ -249,4 +279,4 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-__all__ = ["MemoryModel", "Op", "Peak", "StepModel", "Variant", "fit_step"]
+__all__ = ["MemoryModel", "Op", "Peak", "StepModel", "Variant", "agrees", "constant_step", "fit_step"]

@@ -1,0 +1,425 @@
+"""The conformance suite: what every lever must hold, whatever it does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_emit import make_plan
+from torch import nn
+
+from planner.config import METHODS, LoraSettings, TrainingConfig
+from planner.emit import render_training_files
+from planner.hardware import Card, find_card
+from planner.levers import LEVERS, Choice, Context, Lever
+from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
+from planner.levers.optimizer import STATE_BYTES_PER_PARAMETER, make_optimizer
+from planner.levers.precision import autocast_dtype, base_dtype
+from planner.models import ModelSpec, resolve_model
+from planner.recording.kernels import Target
+from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS
+from planner.recording.recorder import Recorder
+from planner.recording.stand_ins import Nf4Linear
+from planner.simulation import Memory, Simulator
+from planner.workload import Workload, loss_of
+
+GIB = 2**30
+BY_FIELD: dict[str, Lever] = {lever.field: lever for lever in LEVERS}
+LORA = LoraSettings(dropout=0.0)
+
+
+def tiny(name: str, **changes: Any) -> ModelSpec:
+    """A bundled model with few and narrow layers."""
+    spec = resolve_model(name)
+    special = {key: 1 for key in ("bos_token_id", "eos_token_id") if key in spec.config}
+    return dataclasses.replace(spec, config={**spec.config, "vocab_size": 500, **special, **changes})
+
+
+BERT = tiny(
+    "bert-base-uncased",
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    intermediate_size=128,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+GPT2 = tiny("gpt2", n_embd=64, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+WORKLOADS = [Workload(spec=BERT, task="sequence-classification"), Workload(spec=GPT2, task="causal-lm")]
+
+
+def configuration(**fields: Any) -> TrainingConfig:
+    """A configuration with these values, and what they imply."""
+    if fields.get("quantization") == "nf4":
+        fields["method"] = "qlora"
+    if fields.get("method") == "qlora":
+        fields["quantization"] = "nf4"
+    if fields.get("method", "full") != "full":
+        fields["lora"] = LORA
+    micro = int(fields.pop("micro_batch_size", 8))
+    seq_len = fields.pop("seq_len", 128)
+    return TrainingConfig.model_validate(
+        {
+            "micro_batch_size": micro,
+            "seq_len": seq_len,
+            "max_tokens_per_micro_batch": micro * seq_len,
+            "gradient_accumulation_steps": 2,
+            "effective_batch_size": 2 * micro,
+            "precision": "fp32",
+            **fields,
+        }
+    )
+
+
+def context(card: str = "RTX 3090", spec: ModelSpec = BERT, **changes: Any) -> Context:
+    """What choices depend on: full fine-tuning of a tiny BERT."""
+    values: dict[str, Any] = {
+        "spec": spec,
+        "card": find_card(card),
+        "method": "full",
+        "effective_batch_size": 32,
+        "max_micro_batch_size": 16,
+        "layers": 4,
+        "supports_sdpa": True,
+    }
+    return Context(**(values | changes))
+
+
+CONTEXTS = [
+    *(context(card, method=method) for card in ("RTX 3090", "Tesla T4", "GTX 1060 6GB") for method in METHODS),
+    context(spec=resolve_model("t5-small")),
+    context("Tesla T4", spec=resolve_model("t5-small")),
+    context(supports_sdpa=False, layers=2),
+    context(effective_batch_size=1),
+]
+
+
+def values_of(lever: Lever) -> list[str]:
+    """Every value that a lever offers in any context."""
+    return list(dict.fromkeys(choice.value for where in CONTEXTS for choice in lever.choices(where)))
+
+
+@cache
+def simulator(card: str = "RTX 3090") -> Simulator:
+    """BERT-base on a card."""
+    workload = Workload(spec=resolve_model("bert-base-uncased"), task="sequence-classification")
+    return Simulator(workload, find_card(card), ceiling_bytes=24 * GIB)
+
+
+def memory(**fields: Any) -> Memory:
+    """What BERT-base needs."""
+    return simulator().memory(configuration(**fields))
+
+
+def real_loss(workload: Workload, config: TrainingConfig) -> tuple[float, nn.Module]:
+    """First loss of a real model on the CPU with every lever applied, and the model after its backward pass."""
+    torch.manual_seed(0)
+    model = workload.build_model(attention=config.attention, dtype=torch.float32, device="cpu")
+    model = model.to(base_dtype(config.precision, config.method))
+    for lever in LEVERS:
+        model = lever.change_model(model, config)
+    torch.manual_seed(1)
+    batch = workload.make_batch(3, 24, device="cpu")
+    batch["input_ids"] = torch.randint(0, 500, (3, 24))
+    labels = batch.pop("labels")
+    labels = labels.flatten()[: len(labels)] % 2 if labels.dim() == 1 else batch["input_ids"]
+    low = autocast_dtype(config.precision)
+    with torch.autocast("cpu", dtype=low) if low else nullcontext():
+        logits = model(**batch)["logits"]
+    loss = loss_of(logits, labels, items=labels.numel())
+    loss.backward()
+    return loss.item(), model
+
+
+@cache
+def real_step(index: int, field: str, value: str) -> tuple[float, nn.Module]:
+    """``real_loss`` of a workload with one lever pulled, beside eager attention."""
+    return real_loss(WORKLOADS[index], configuration(**{"attention": "eager", **_fields(BY_FIELD[field], value)}))
+
+
+def applicable(lever: Lever) -> Iterator[str]:
+    """Values that change a real step on the CPU; the nf4 stand-in has no weights (see test_stand_ins)."""
+    if lever.field not in ("micro_batch_size", "optimizer", "offload"):
+        yield from (value for value in values_of(lever) if value not in ("nf4", "qlora"))
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=[lever.field for lever in LEVERS])
+class TestEveryLever:
+    """Adding a lever to LEVERS puts it through all of this."""
+
+    def test_sets_a_field_of_the_configuration(self, lever: Lever) -> None:
+        """Its values are the field's values."""
+        assert lever.field in TrainingConfig.model_fields
+        for value in values_of(lever):
+            assert value == str(getattr(configuration(**{lever.field: value}), lever.field))
+
+    def test_gives_a_reason_with_every_choice(self, lever: Lever) -> None:
+        """One clause for a person: no newline, no full stop, and ``explain`` tells the same."""
+        for where in CONTEXTS:
+            choices = lever.choices(where)
+            assert choices
+            assert len(choices) == len({choice.value for choice in choices})
+            for choice in choices:
+                assert choice.reason.strip() == choice.reason
+                assert len(choice.reason) > 10
+                assert not choice.reason.endswith(".")
+                assert "\n" not in choice.reason
+                assert choice.reason == lever.explain(choice.value, where)
+
+    def test_leaves_something_to_sweep_in_every_context(self, lever: Lever) -> None:
+        """A request that names nothing always has a value to try."""
+        for where in CONTEXTS:
+            assert any(choice.valid and choice.swept for choice in lever.choices(where))
+
+    def test_knows_the_values_that_it_makes_claims_about(self, lever: Lever) -> None:
+        """Memory claims and loss tolerances are about its own values."""
+        claimed = {value for pair in lever.lowers_memory for value in pair} | set(lever.loss_tolerance)
+        assert claimed <= set(values_of(lever))
+
+    def test_lowers_memory_where_it_says_so(self, lever: Lever) -> None:
+        """On BERT-base at 8 x 128 and at 2 x 32, where weights and state are nearly all.
+
+        A thousandth is left for what counts tensors and not bytes: fused AdamW keeps a step counter a parameter on
+        the card, which takes a block of 512 bytes.
+        """
+        for value, baseline in lever.lowers_memory:
+            for shape in ({"micro_batch_size": 8, "seq_len": 128}, {"micro_batch_size": 2, "seq_len": 32}):
+                ours = memory(**_fields(lever, value), **shape)
+                theirs = memory(**_fields(lever, baseline, with_adapters="lora" in (value, baseline)), **shape)
+                assert ours.peak_allocated_bytes <= 1.001 * theirs.peak_allocated_bytes, (value, baseline, shape)
+
+    @pytest.mark.parametrize("index", range(len(WORKLOADS)), ids=[w.task for w in WORKLOADS])
+    def test_keeps_the_first_loss_within_its_tolerance(self, lever: Lever, index: int) -> None:
+        """Of the plain step's, on a tiny real model; exactly where it states no tolerance."""
+        expected, _ = real_step(index, "attention", "eager")
+        for value in applicable(lever):
+            loss, _ = real_step(index, lever.field, value)
+            tolerance = lever.loss_tolerance.get(value, 1e-6)
+            assert expected == pytest.approx(loss, rel=tolerance), value
+
+    @pytest.mark.parametrize("index", range(len(WORKLOADS)), ids=[w.task for w in WORKLOADS])
+    def test_leaves_gradients_to_every_trained_parameter(self, lever: Lever, index: int) -> None:
+        """Finite, and not zero but where mathematics says so.
+
+        lora_A's is zero while lora_B is, and a bias of keys shifts all scores of a row alike.
+        """
+        for value in applicable(lever):
+            _, model = real_step(index, lever.field, value)
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    assert parameter.grad is None
+                    continue
+                assert parameter.grad is not None, (value, name)
+                assert parameter.grad.isfinite().all(), (value, name)
+                if "lora_A" not in name and "key.bias" not in name:
+                    assert parameter.grad.any(), (value, name)
+
+    def test_appears_in_scripts_that_compile(self, lever: Lever) -> None:
+        """For every value, the emitted script is Python."""
+        for value in values_of(lever):
+            plan = make_plan(**configuration(**_fields(lever, value)).model_dump())
+            for name, text in render_training_files(plan).items():
+                if name.endswith(".py"):
+                    ast.parse(text)
+
+
+def _fields(lever: Lever, value: str, *, with_adapters: bool = False) -> dict[str, Any]:
+    """A lever's value, with the method that it belongs to."""
+    if lever.field == "quantization" and value == "none" and not with_adapters:
+        return {"quantization": "none", "method": "lora"}
+    return {lever.field: value}
+
+
+# -- verdicts that follow the card and the model ---------------------------------------------------------------------
+
+
+def verdicts(field: str, where: Context) -> dict[str, Choice]:
+    """A lever's choices by value."""
+    return {choice.value: choice for choice in BY_FIELD[field].choices(where)}
+
+
+@pytest.mark.parametrize(
+    ("card", "valid", "swept"),
+    [
+        ("RTX 3090", {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16"}, {"fp32", "tf32", "bf16-amp"}),
+        ("Tesla T4", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
+        ("Tesla V100 16GB", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
+        ("GTX 1060 6GB", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
+    ],
+)
+def test_precision_follows_the_compute_capability(card: str, valid: set[str], swept: set[str]) -> None:
+    """bf16 and tf32 need 8.0 in hardware; fp16 is for the cards that have nothing better."""
+    found = verdicts("precision", context(card))
+    assert valid == {value for value, choice in found.items() if choice.valid}
+    assert swept == {value for value, choice in found.items() if choice.valid and choice.swept}
+    for value in ("tf32", "bf16-amp", "bf16"):
+        major, minor = find_card(card).compute_capability
+        assert value in valid or f"{major}.{minor}" in found[value].reason
+
+
+@pytest.mark.parametrize("name", ["t5-small", "t5-base"])
+def test_models_that_overflow_in_fp16_are_not_swept_in_it(name: str) -> None:
+    """T5's activations exceed 65504; it stays possible for who names it, with the reason."""
+    choice = verdicts("precision", context("Tesla T4", spec=resolve_model(name)))["fp16-amp"]
+    assert (True, False) == (choice.valid, choice.swept)
+    assert "fp16" in choice.reason
+
+
+def test_eager_is_for_models_without_fused_attention() -> None:
+    """sdpa wins where there is one; naming it is an error where there is none."""
+    assert {"sdpa": True, "eager": False} == {v: c.swept for v, c in verdicts("attention", context()).items()}
+    without = verdicts("attention", context(supports_sdpa=False))
+    assert (False, True) == (without["sdpa"].valid, without["eager"].swept)
+
+
+@pytest.mark.parametrize(("layers", "swept"), [(2, {"none", "full"}), (12, {"none", "full", "every-2"})])
+def test_partial_checkpointing_is_swept_from_four_layers(layers: int, swept: set[str]) -> None:
+    """Of two layers a half is one."""
+    found = verdicts("checkpointing", context(layers=layers))
+    assert swept == {value for value, choice in found.items() if choice.swept}
+
+
+def test_optimizers_that_train_otherwise_are_only_named() -> None:
+    """The ladder gives up nothing that wasn't asked for."""
+    assert {"adamw_fused"} == {v for v, choice in verdicts("optimizer", context()).items() if choice.swept}
+
+
+@pytest.mark.parametrize(("method", "swept"), [("full", True), ("lora", False), ("qlora", False)])
+def test_offload_is_for_full_fine_tuning(method: str, swept: bool) -> None:
+    """Adapters have next to no state."""
+    assert swept == verdicts("offload", context(method=method))["optimizer"].swept
+
+
+@pytest.mark.parametrize(
+    ("effective", "largest", "expected"),
+    [
+        (32, 512, [1, 2, 4, 8, 16, 32]),
+        (32, 10, [1, 2, 4, 8]),
+        (7, 512, [1, 7]),
+        (1, 512, [1]),
+        (12, 6, [1, 2, 3, 4, 6]),
+    ],
+)
+def test_micro_batches_divide_the_effective_batch(effective: int, largest: int, expected: list[int]) -> None:
+    """So that micro-batch times accumulation is what was asked for, always."""
+    found = verdicts("micro_batch_size", context(effective_batch_size=effective, max_micro_batch_size=largest))
+    assert expected == [int(value) for value in found]
+
+
+# -- what levers do to a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "expected"), [("none", None), ("full", 1), ("every-2", 2), ("every-12", 12)])
+def test_every_n(text: str, expected: int | None) -> None:
+    """One of how many layers is recomputed."""
+    assert expected == every_n(text)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "expected"),
+    [("none", [False] * 4), ("full", [True] * 4), ("every-2", [True, False] * 2), ("every-4", [True, *[False] * 3])],
+)
+def test_checkpointing_marks_its_layers(checkpointing: str, expected: list[bool]) -> None:
+    """Layers 0, N, 2N, ..."""
+    config = configuration(checkpointing=checkpointing)
+    model = WORKLOADS[0].build_model(attention="sdpa", dtype=torch.float32)
+    BY_FIELD["checkpointing"].change_model(model, config)
+    assert expected == [layer.gradient_checkpointing for layer in checkpointing_layers(model)]
+    assert [4] == stack_sizes(model)
+
+
+@pytest.mark.parametrize("index", range(len(WORKLOADS)), ids=[w.task for w in WORKLOADS])
+@pytest.mark.parametrize("checkpointing", ["full", "every-2"])
+def test_checkpointed_adapters_get_the_gradients_of_plain_ones(index: int, checkpointing: str) -> None:
+    """The first layer's input needs no gradient for its recomputation."""
+    plain, again = (
+        real_loss(WORKLOADS[index], configuration(method="lora", checkpointing=value))[1]
+        for value in ("none", checkpointing)
+    )
+    trained = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert any("lora_B" in name and grad.any() for name, grad in trained.items() if grad is not None)
+    for name, parameter in again.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, trained[name])
+
+
+def test_encoder_and_decoder_are_two_stacks() -> None:
+    """T5-small has six layers in each."""
+    workload = Workload(spec=resolve_model("t5-small"), task="seq2seq-lm", target_seq_len=8)
+    assert [6, 6] == stack_sizes(workload.build_model(attention="eager", dtype=torch.float32))
+
+
+def test_adapters_freeze_the_base() -> None:
+    """Trained are the low-rank matrices and the new head; adapters are fp32 whatever the base is."""
+    for method in ("lora", "qlora"):
+        config = configuration(method=method, precision="bf16-amp")
+        model = WORKLOADS[0].build_model(attention="sdpa", dtype=torch.bfloat16)
+        for lever in LEVERS:
+            model = lever.change_model(model, config)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert all("lora_" in name or "classifier" in name or "pooler" in name for name in trained)
+        assert {torch.float32} == {p.dtype for name, p in trained.items() if "lora_" in name}
+        assert 2 * 6 * 4 <= sum("lora_" in name for name in trained)
+
+
+def test_quantization_replaces_linear_layers_but_heads() -> None:
+    """Every linear layer of the encoder's layers, and not the classifier."""
+    config = configuration(method="qlora", precision="bf16-amp")
+    model = WORKLOADS[0].build_model(attention="sdpa", dtype=torch.bfloat16)
+    model = BY_FIELD["quantization"].change_model(model, config)
+    names = {name for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
+    assert 6 * 4 == sum("layer." in name for name in names)
+    assert "classifier" not in names
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", STATE_BYTES_PER_PARAMETER)
+def test_optimizers_keep_the_state_that_they_say(name: str) -> None:
+    """Bytes a parameter on the card, for matrices of a usual size; small parts (counters, scales) come on top."""
+    parameters = [nn.Parameter(torch.zeros(1024, 512, device="meta")) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make_optimizer(name, parameters)
+    recorder = Recorder(Target(compute_capability=(8, 6)))
+    recorder.adopt((tensor, OUTSIDE_LAYERS) for p in parameters for tensor in (p, p.grad) if tensor is not None)
+    with recorder:
+        recorder.phase("first_update", category=OPTIMIZER)
+        optimizer.step()
+        recorder.phase("end")
+    recording = recorder.recording()
+    freed = {-event for event in recording.events if event < 0}
+    made = enumerate(zip(recording.sizes, recording.categories, strict=True))
+    kept = sum(size for block, (size, kind) in made if kind == OPTIMIZER and block not in freed)
+    count = sum(p.numel() for p in parameters)
+    assert STATE_BYTES_PER_PARAMETER[name] * count <= kept <= (STATE_BYTES_PER_PARAMETER[name] + 0.05) * count
+
+
+@pytest.mark.parametrize(
+    ("precision", "method", "expected"),
+    [
+        ("fp32", "full", torch.float32),
+        ("tf32", "lora", torch.float32),
+        ("fp16-amp", "full", torch.float32),
+        ("bf16-amp", "full", torch.float32),
+        ("bf16", "full", torch.bfloat16),
+        ("bf16-amp", "lora", torch.bfloat16),
+        ("fp16-amp", "qlora", torch.float16),
+    ],
+)
+def test_weights_have_the_type_that_the_method_needs(precision: str, method: str, expected: torch.dtype) -> None:
+    """Trained weights under autocast are fp32; frozen ones are in the type that the step computes in."""
+    assert expected == base_dtype(precision, method)
+
+
+def test_cards_are_what_verdicts_are_based_on() -> None:
+    """The same model and method on two cards differ in precision alone."""
+    cards: list[Card] = [find_card("RTX 3090"), find_card("Tesla T4")]
+    for lever in LEVERS:
+        ours, theirs = (lever.choices(context(card.name)) for card in cards)
+        assert (lever.field != "precision") == (ours == theirs)
