@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.cache import library_versions
+from planner.calibration import margin_fraction
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
 from planner.hardware import Card, ceiling_bytes, find_card, typical_card
@@ -81,7 +82,7 @@ def plan(**arguments: Any) -> Plan:
         config=best.config,
         peak=best.memory,
         time=best.time,
-        reasons=[*question.reasons, *reasons_of(best.config, request, space, result)],
+        reasons=[*question.reasons, *_outside(question, best.memory), *reasons_of(best.config, request, space, result)],
         alternatives=alternatives_of(best, result),
         levers=lever_rows(best, space, question.simulator),
         versions=library_versions(),
@@ -237,6 +238,12 @@ def _space(question: Question, method: str) -> Space:
         supports_checkpointing=facts.supports_checkpointing,
     )
     return make_space(question.request, context, question.seq_len)
+
+
+def _outside(question: Question, memory: Memory) -> Iterator[Reason]:
+    """Why context and margin are what they are."""
+    yield Reason(field="context_bytes", value=memory.context_bytes, reason=question.simulator.context_reason)
+    yield Reason(field="margin_bytes", value=memory.margin_bytes, reason=margin_fraction()[1])
 
 
 def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def _make_plan(out: str | None, as_json: bool, quiet: bool, **options: Any) -> N
     """
     request = _request(options, out)
     folder = Path(out) if out else default_folder(request)
+    # a library that loads later may not write between the report's lines
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from planner import plan
 
     result = plan(**dict(request))

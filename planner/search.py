@@ -76,7 +76,7 @@ def search(
     """
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failing trial is told by the exception that ends the search
     result = SearchResult()
     budget = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
     study = optuna.create_study(direction="maximize", sampler=_sampler(space, seed))
@@ -116,10 +116,10 @@ def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
     if host > 0:
         reason = f"needs {format_bytes(host)} of host memory more than there is"
         return Trial(config=config, memory=None, time=None, status="exceeds", reason=reason)
-    if config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0:
-        if _fits(with_micro_batch(config, 2), simulator):
-            reason = "two sequences at once fit, and are never slower"
-            return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
+    alone = config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0
+    if alone and _fits(with_micro_batch(config, 2), simulator):
+        reason = "two sequences at once fit, and are never slower"
+        return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
     least = simulator.at_least(config)
     memory = least or simulator.memory(config)
     if memory.fits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from planner import cache
+from planner.calibration import margin_fraction
 from planner.config import TrainingConfig
 from planner.hardware import Card, context_bytes
 from planner.inspection import ModelFacts, inspect_model
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from planner.step import StepSource
 
 MIB = 2**20
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "workspace")
+"""The parts of a breakdown."""
 _SAME_MEMORY = {"tf32": "fp32"}
 """Precisions that record like another."""
 
@@ -99,71 +103,55 @@ class Simulator:
     @property
     def budget_bytes(self) -> int:
         """What the allocator may reserve: the ceiling without context and margin."""
-        return self.ceiling_bytes - self._context_bytes - self._margin_bytes
+        fraction, _ = margin_fraction()
+        return int((self.ceiling_bytes - self._headroom_bytes) / (1 + fraction)) - self._context_bytes
 
-    @property
-    def _margin_bytes(self) -> int:
-        return self._headroom_bytes
+    def _with_rest(self, allocated_bytes: int, reserved_bytes: int, breakdown: Mapping[str, int]) -> Memory:
+        """Add what lies outside the allocator."""
+        fraction, _ = margin_fraction()
+        held = reserved_bytes + self._context_bytes
+        margin = math.ceil(fraction * held) + self._headroom_bytes
+        return Memory(
+            peak_allocated_bytes=allocated_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            context_bytes=self._context_bytes,
+            margin_bytes=margin,
+            total_bytes=held + margin,
+            ceiling_bytes=self.ceiling_bytes,
+            breakdown=breakdown,
+        )
 
     def memory(self, config: TrainingConfig) -> Memory:
         """The peak of training with this configuration."""
         peak = self.model(config).peak(
             (config.micro_batch_size, config.seq_len), accumulate=config.gradient_accumulation_steps > 1
         )
-        activations = peak.breakdown["activations"] + peak.breakdown["inputs"]
-        return Memory(
-            peak_allocated_bytes=peak.allocated_bytes,
-            peak_reserved_bytes=peak.reserved_bytes,
-            context_bytes=self._context_bytes,
-            margin_bytes=self._margin_bytes,
-            total_bytes=peak.reserved_bytes + self._outside_bytes,
-            ceiling_bytes=self.ceiling_bytes,
-            breakdown={
-                "parameters": peak.breakdown["parameters"],
-                "gradients": peak.breakdown["gradients"],
-                "optimizer": peak.breakdown["optimizer"],
-                "activations": activations,
-                "temporaries": peak.breakdown["temporaries"],
-                "workspace": peak.breakdown["workspace"],
-            },
-        )
+        parts = dict(peak.breakdown)
+        parts["activations"] += parts.pop("inputs")
+        return self._with_rest(peak.allocated_bytes, peak.reserved_bytes, {name: parts[name] for name in PARTS})
 
     def least_bytes(self, config: TrainingConfig) -> int:
-        """A lower bound of the total, found without recording: weights, gradients and optimizer state alone.
+        """A lower bound of what is allocated, found without recording: weights, gradients and optimizer state alone.
 
         Gradients and state count only where every parameter is trained; adapters have next to none.
         """
         weight = 2 if config.method == "lora" and config.precision in AUTOCAST_DTYPES else 4
         if config.quantization == "nf4":
-            return self.facts.parameters // 2 + self._outside_bytes
+            return self.facts.parameters // 2
         each = 2 if config.precision == "bf16" else weight
         if config.method == "full":
             state = 0 if config.offload == "optimizer" else STATE_BYTES_PER_PARAMETER[config.optimizer]
             each += each + (state if each == 4 else state // 2)
-        return self.facts.parameters * each + self._outside_bytes
+        return self.facts.parameters * each
 
     def at_least(self, config: TrainingConfig) -> Memory | None:
         """The peak without the allocator's rounding and fragmentation, when that alone is over the ceiling."""
         shape = (config.micro_batch_size, config.seq_len)
         accumulate = config.gradient_accumulation_steps > 1
         least = self.least_bytes(config)
-        if least <= self.ceiling_bytes:
-            least = self.model(config).allocated_bytes(shape, accumulate=accumulate) + self._outside_bytes
-        if least <= self.ceiling_bytes:
-            return None
-        return Memory(
-            peak_allocated_bytes=least - self._outside_bytes,
-            peak_reserved_bytes=least - self._outside_bytes,
-            context_bytes=self._context_bytes,
-            margin_bytes=self._margin_bytes,
-            total_bytes=least,
-            ceiling_bytes=self.ceiling_bytes,
-            breakdown={},
-        )
-
-    @property
-    def _outside_bytes(self) -> int:
-        return self._context_bytes + self._margin_bytes
+        if least <= self.budget_bytes:
+            least = self.model(config).allocated_bytes(shape, accumulate=accumulate)
+        return self._with_rest(least, least, {}) if least > self.budget_bytes else None
 
     def time(self, config: TrainingConfig) -> Time:
         """How long an optimizer step takes with this configuration."""
@@ -209,7 +197,7 @@ class Simulator:
     def structure(self, config: TrainingConfig) -> dict[str, Any]:
         """The fields that decide which events a step has; configurations that share them share recordings."""
         precision = _SAME_MEMORY.get(config.precision, config.precision)
-        if precision == "fp16-amp" and self.card.supports_bf16:
+        if precision == "fp16-amp" and self.card.supports_bf16 and config.attention == "sdpa":
             precision = "bf16-amp"  # two bytes either way, and the same kernels
         return {
             "precision": precision,

@@ -7,6 +7,7 @@ backward, batch dropped; after the last micro-batch clip, update, and gradients 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -75,7 +76,9 @@ def make_source(workload: Workload, config: TrainingConfig, target: Target, stac
     """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
     from transformers.initialization import no_init_weights
 
-    with no_init_weights():  # there is no data to initialise, and peft's adapters alone would take seconds
+    # no initialisation: there is no data, and that of peft's adapters alone would take seconds
+    with warnings.catch_warnings(), no_init_weights():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names of before 5.23
         model = workload.build_model(
             attention=config.attention,
             dtype=base_dtype(config.precision, config.method),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner.config import TrainingConfig
 from planner.memory.allocator import replay_events
 from planner.memory.block_sizes import AllocatorSettings
-from planner.memory.model import BLOCK_BYTES, MemoryModel, StepModel, Variant, fit_step
+from planner.memory.model import BLOCK_BYTES, MemoryModel, StepModel, Variant, agrees, constant_step, fit_step
 from planner.memory.polynomials import N_MONOMIALS, NotPolynomialError, Polynomials
 from planner.models import resolve_model
 from planner.recording.kernels import Target
@@ -293,6 +293,35 @@ def test_a_structure_that_changes_with_the_shape_is_refused() -> None:
                 lambda shape, other=other: made(shape, 8, other if shape[1] > 200 else (1, -1)),  # type: ignore[misc]
                 Variant(False, True).shapes(),
             )
+
+
+def test_one_recorded_shape_is_a_model_of_that_shape() -> None:
+    """Its sizes are what they are there; a shape with others, or another structure, doesn't agree with it."""
+    model = constant_step(made((3, 100), 12_345))
+    assert [0, 12_345] == model.sizes_at((3, 100)).tolist()
+    assert agrees(model, made((3, 100), 12_345), (3, 100))
+    assert not agrees(model, made((3, 100), 12_346), (3, 100))
+    assert not agrees(model, made((3, 100), 12_345, (1,)), (3, 100))
+
+
+def test_sizes_without_a_polynomial_are_recorded_where_they_are_asked_for() -> None:
+    """Each shape once; without a way to record, such a model is refused."""
+    asked: list[tuple[int, int]] = []
+
+    def exact(shape: tuple[int, int]) -> Recording:
+        asked.append(shape)
+        return made(shape, min(shape[1], 100) * MIB)
+
+    empty = Recording(
+        sizes=[0], categories=[0], events=[], layers=[], phases={"first_update": 0, "later_update": 0, "end": 0}
+    )
+    model = MemoryModel(lambda _: None, empty, cublas_workspace_bytes=0, exact=exact)
+    for seq_len, expected in ((60, 60), (300, 100), (60, 60)):
+        assert expected * MIB == model.peak((2, seq_len), accumulate=False).allocated_bytes
+    assert [(2, 60), (2, 300)] == asked
+    assert not model.is_polynomial((2, 60))
+    with pytest.raises(NotPolynomialError):
+        MemoryModel(lambda _: None, empty, cublas_workspace_bytes=0).peak((2, 60), accumulate=False)
 
 
 # -- real models -----------------------------------------------------------------------------------------------------

@@ -35,11 +35,13 @@ class QuantizationLever(Lever):
 
         from planner.recording.stand_ins import Nf4Linear
 
+        # modules that transformers keeps in fp32 for their range (T5's wo) are not quantized either
+        skipped = {*_SKIPPED, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
         kept = {id(module) for module in (_output_layer(model),) if module is not None}
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):
                 path = f"{name}.{child_name}" if name else child_name
-                new = any(part in _SKIPPED for part in path.split("."))
+                new = any(part in skipped for part in path.split("."))
                 if type(child) is nn.Linear and not new and id(child) not in kept:
                     setattr(module, child_name, Nf4Linear(child, base_dtype(config.precision, config.method)))
         for parameter in model.parameters():
