@@ -198,7 +198,7 @@ def run_micro_batch(
     loss = loss_of(_outputs(model, inputs, autocasting).logits, labels, items=1)
     del inputs, labels
     recorder.phase("backward", category=TEMPORARIES, backward=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     recorder.phase("end")
     del loss, batch
 

@@ -136,9 +136,7 @@ def test_nothing_fits_says_what_would():
 
 def test_estimate_has_memory_and_time_as_attributes():
     """estimate() answers for one configuration; what is off the ceiling is said, not raised."""
-    answer = estimate(
-        model=MINILM, vram="1GB", micro_batch_size=64, seq_len=256, precision="fp32", attention="eager"
-    )
+    answer = estimate(model=MINILM, vram="1GB", micro_batch_size=64, seq_len=256, precision="fp32", attention="eager")
     assert answer.memory.total_bytes == answer.total_bytes
     assert answer.time.step_ms == answer.step_ms
     assert not answer.fits

@@ -26,9 +26,7 @@ def make(model, task, seq_len, vram_gib, **request_fields):
     """The space of a request on a typical card of that size, and its simulator."""
     request = make_request(model=model, vram=f"{vram_gib}GB", seq_len=seq_len, **request_fields)
     card, _ = typical_card(request.vram_bytes)
-    workload = Workload(
-        spec=resolve_model(model), task=task, target_seq_len=64 if task == "seq2seq-lm" else None
-    )
+    workload = Workload(spec=resolve_model(model), task=task, target_seq_len=64 if task == "seq2seq-lm" else None)
     ceiling, _ = ceiling_bytes(request.vram_bytes, card, named=False)
     simulator = Simulator(workload, card, ceiling_bytes=ceiling, host_ram_bytes=64 * GIB)
     context = Context(

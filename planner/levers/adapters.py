@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.config import TrainingConfig
 from planner.levers.base import Choice, Context, Lever
@@ -43,7 +43,8 @@ class AdaptersLever(Lever):
             modules_to_save=["pooler"] if task == "SEQ_CLS" else None,
             exclude_modules=["classifier", "score"] if task == "TOKEN_CLS" else None,
         )
-        wrapped: nn.Module = get_peft_model(model, settings)  # type: ignore[arg-type]
+        base: Any = model
+        wrapped: nn.Module = get_peft_model(base, settings)
         if config.precision.endswith("amp"):
             for parameter in wrapped.parameters():
                 if parameter.requires_grad:

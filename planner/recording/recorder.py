@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, target: Target, *, device: str = "meta") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self._device = device
         self._events: list[int] = []

@@ -93,7 +93,8 @@ class Nf4Linear(nn.Linear):
         """In the compute type, back to the input's; peft's wrapper of the real layer clones the result."""
         x = input.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out: Tensor = Matmul4Bit.apply(x, self.weight, bias, (self.out_features, self.in_features))
+        apply: Any = Matmul4Bit.apply
+        out: Tensor = apply(x, self.weight, bias, (self.out_features, self.in_features))
         return out.to(input.dtype).clone()
 
 
