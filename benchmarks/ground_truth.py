@@ -179,6 +179,7 @@ _sources: dict[str, Any] = {}
 def _source(key: str, setup: Setup) -> Any:
     """The model of a setup, built once."""
     if key not in _sources:
+        import peft
         import torch
 
         from planner.levers import LEVERS
@@ -191,6 +192,8 @@ def _source(key: str, setup: Setup) -> Any:
         )
         for lever in LEVERS:
             model = lever.change_model(model, setup.config)
+            if setup.kbit_preparation and lever.field == "quantization":
+                model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model.train()
         target = Target(compute_capability=setup.card.compute_capability)
         _sources[key] = StepSource(workload=setup.workload, config=setup.config, model=model, stacks=(), target=target)
@@ -198,7 +201,8 @@ def _source(key: str, setup: Setup) -> Any:
 
 
 def _source_key(setup: Setup) -> str:
-    return repr((setup.workload, setup.config, setup.weights, setup.use_cache, setup.card.compute_capability))
+    fields = (setup.workload, setup.config, setup.weights, setup.use_cache, setup.kbit_preparation)
+    return repr((*fields, setup.card.compute_capability))
 
 
 def _key(setup: Setup) -> dict[str, Any]:

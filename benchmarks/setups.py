@@ -41,6 +41,8 @@ class Setup:
     """Names the loop and its settings in the cache."""
     card: Card
     shape: Shape
+    kbit_preparation: bool = False
+    """Whether peft.prepare_model_for_kbit_training ran between quantization and adapters."""
     micro_batches: int = 1
     context_bytes: int = 0
     """Outside the allocator, for rows measured from outside; the source's own figure where it gives one."""
@@ -256,6 +258,7 @@ def _fms(row: Row) -> Setup | str:
         card=card_of(row),
         shape=_shape(row),
         few_shapes=True,
+        kbit_preparation=method == "qlora",
         context_bytes=context_bytes(card_of(row))[0],
         # a full update's peak is the optimizer's, whatever the loss does
         caveats=()

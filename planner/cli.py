@@ -32,8 +32,8 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     (
         "task",
         "TASK",
-        "sequence-classification, token-classification, masked-lm, causal-lm, seq2seq-lm, embedding, "
-        "image-classification or speech-seq2seq.  [default: from the model's architecture]",
+        "sequence-classification, token-classification, masked-lm, causal-lm or seq2seq-lm.  "
+        "[default: from the model's architecture]",
     ),
     ("mode", "MODE", "train.  [default: train]"),
     (

@@ -20,9 +20,6 @@ Task = Literal[
     "masked-lm",
     "causal-lm",
     "seq2seq-lm",
-    "embedding",
-    "image-classification",
-    "speech-seq2seq",
 ]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)

@@ -77,7 +77,7 @@ _UNKNOWN_FAMILY_TASKS = (
     ("ForMaskedLM", "sequence-classification"),
     ("ForPreTraining", "sequence-classification"),
 )
-_TASK_MAPPINGS = {
+TASK_MAPPINGS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -118,7 +118,7 @@ def supported_tasks(model_type: str) -> tuple[str, ...]:
 def tasks_in_transformers(model_type: str) -> tuple[str, ...]:
     """Read the tasks of ``model_type`` from the installed transformers' auto classes."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    return tuple(task for task, mapping in _TASK_MAPPINGS.items() if model_type in getattr(auto, mapping))
+    return tuple(task for task, mapping in TASK_MAPPINGS.items() if model_type in getattr(auto, mapping))
 
 
 def known_to_transformers(model_type: str) -> bool:

@@ -18,8 +18,8 @@ from planner.units import LARGEST_VRAM_BYTES, compact_bytes, parse_bytes, shown
 MODES = ("train",)
 METHODS = ("auto", *config.METHODS)
 DEVICES = ("auto", "none")
-CLASSIFICATION_TASKS = ("sequence-classification", "token-classification", "image-classification")
-SEQ2SEQ_TASKS = ("seq2seq-lm", "speech-seq2seq")
+CLASSIFICATION_TASKS = ("sequence-classification", "token-classification")
+SEQ2SEQ_TASKS = ("seq2seq-lm",)
 LARGEST_COUNT = 10_000_000
 """Bound of every count in a request: far above any use, far below what would make the arithmetic crawl."""
 

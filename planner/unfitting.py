@@ -12,7 +12,7 @@ from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import RUNGS, Space
-from planner.units import compact_bytes, format_bytes
+from planner.units import GIB, format_bytes
 
 
 def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
@@ -31,7 +31,7 @@ def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, resul
         f"{format_bytes(max(over, 0))} too much"
         + (f"; {closest.reason}" if over <= 0 else "")
         + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
-        f"smallest card that would do: {compact_bytes(smallest)}",
+        f"smallest card that would do: --vram {smallest // GIB}GB",
         *_remedies(request, simulator, closest),
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
@@ -53,7 +53,7 @@ def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
         enough = [c for c in all_cards() if c.label_bytes == label and ceiling_bytes(label, c)[0] >= need]
         if enough:
             return label
-    return -(-need // 2**30) * 2**30
+    return -(-need // GIB) * GIB
 
 
 def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Iterator[str]:

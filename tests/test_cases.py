@@ -119,8 +119,9 @@ class TestI01:
         assert 24.5 * GIB <= memory("gpt2", 24, 8, 1024).total_bytes <= 27 * GIB
 
     def test_fused_attention_is_marginal_at_16_gb(self) -> None:
-        """14 to 16 GiB."""
-        assert 14 * GIB <= memory("gpt2", 16, 8, 1024, attention="sdpa").total_bytes <= 16 * GIB
+        """14 to 16 GiB, before the margin."""
+        ours = memory("gpt2", 16, 8, 1024, attention="sdpa")
+        assert 14 * GIB <= ours.total_bytes - ours.margin_bytes <= 16 * GIB
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_checkpointing_fits_16_gb_easily(self, attention: str) -> None:

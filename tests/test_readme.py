@@ -64,4 +64,4 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     namespace = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["p"].memory.total_bytes <= namespace["p"].memory.ceiling_bytes
+    assert namespace["p"].peak.total_bytes <= namespace["p"].peak.ceiling_bytes

@@ -60,11 +60,10 @@ def test_a_space_too_large_to_enumerate_is_sampled():
     """With more configurations than the limit TPE looks at as many as it is given, all under the constraint."""
     space, simulator = make("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, 2)
     many = {**space.values, "optimizer": ["adamw_fused", "adamw_foreach", "sgd", "adafactor", "adamw_8bit"]}
-    large = type(space)(context=space.context, seq_len=space.seq_len, values=many)
     large = type(space)(
         context=space.context,
         seq_len=space.seq_len,
-        values={**many, "checkpointing": ["none", "every-2", "every-3", "full"]},
+        values={**many, "checkpointing": ["none", "every-2", "every-3", "full"], "attention": ["sdpa", "eager"]},
     )
     assert large.size > EXHAUSTIVE_UP_TO
     result = search(large, simulator, trials=40, seed=1)
