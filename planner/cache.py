@@ -35,7 +35,7 @@ def remembered(kind: str, key: dict[str, Any], make: Callable[[], T]) -> T:
     try:
         entry: T = pickle.loads(path.read_bytes())
         return entry
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError):
+    except Exception:  # a broken pickle can raise anything; whatever is wrong with an entry, it is made again
         pass
     entry = make()
     _store(path, entry)

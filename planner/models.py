@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from planner import hub, model_families
+from planner.config import TASKS
 from planner.errors import InputError, Problem
 
 Source = Literal["bundled", "folder", "hub"]
@@ -242,11 +243,11 @@ def _checked_task(name: str, config: Mapping[str, Any], model_type: str, task: s
         _refuse(name, f"neither its architecture nor model_type {model_type!r} tells the task; give one", "task")
     if task is None or remote:
         return task or str(derived)
-    tasks = model_families.supported_tasks(model_type)
+    tasks = [name for name in model_families.supported_tasks(model_type) if name in TASKS]
     if task not in tasks:
-        raise InputError(
-            [Problem(argument="task", message=f"got {task!r}; {name} ({model_type}) can do: {', '.join(tasks)}")]
-        )
+        accepted = ", ".join(tasks) or "nothing that this version trains"
+        message = f"got {task!r}; {name} ({model_type}) can do: {accepted}"
+        raise InputError([Problem(argument="task", message=message)])
     return task
 
 

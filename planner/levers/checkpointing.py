@@ -47,6 +47,13 @@ class CheckpointingLever(Lever):
             ),
         ]
 
+    def explain(self, value: str, context: Context) -> str:
+        """Also for an N that is only looked at when it is named."""
+        n = every_n(value)
+        if n is not None and n > 1 and context.supports_checkpointing:
+            return f"one layer in {n} keeps its input alone, and is computed twice"
+        return super().explain(value, context)
+
     def change_model(self, model: nn.Module, config: TrainingConfig) -> nn.Module:
         """As the emitted script does: enable it, then switch the layers off that don't take part."""
         n = every_n(config.checkpointing)
