@@ -71,24 +71,28 @@ def search(
 ) -> SearchResult:
     """Look for the fastest configuration of the space that fits.
 
-    A small space is enumerated, by Optuna's grid sampler; a larger one is sampled with TPE, which learns from the
-    constraint. The ceiling enters as ``trial.set_constraint``: at most zero is feasible.
+    A small space is enumerated, by Optuna's grid sampler; a larger one, or one with fewer trials than configurations,
+    is sampled with TPE, which learns from the constraint. The ceiling enters as ``trial.set_constraint``: at most zero
+    is feasible.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failing trial is told by the exception that ends the search
     result = SearchResult()
     budget = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
-    study = optuna.create_study(direction="maximize", sampler=_sampler(space, seed))
+    study = optuna.create_study(direction="maximize", sampler=_sampler(space, budget, seed))
+    if budget < space.size:  # a few trials must not miss that something fits at all
+        for chosen in space.frugal():
+            study.enqueue_trial(chosen)
     seen: set[TrainingConfig] = set()
     study.optimize(lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s)
     return result
 
 
-def _sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
+def _sampler(space: Space, budget: int, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    if space.size <= EXHAUSTIVE_UP_TO:
+    if budget == space.size:
         return optuna.samplers.GridSampler({name: list(options) for name, options in space.values.items()}, seed=seed)
     return optuna.samplers.TPESampler(seed=seed, multivariate=True)
 

@@ -43,6 +43,16 @@ class Space:
         for combination in product(*self.values.values()):
             yield self.configuration(dict(zip(self.values, combination, strict=True)))
 
+    def frugal(self) -> Iterator[dict[str, str]]:
+        """The values that claim to need least memory, at the smallest micro-batches, two sequences before one."""
+        chosen = {}
+        for lever in LEVERS:
+            options = self.values[lever.field]
+            beaten = {worse for better, worse in lever.lowers_memory if better in options}
+            chosen[lever.field] = next((value for value in options if value not in beaten), options[0])
+        for micro_batch_size in sorted(self.values["micro_batch_size"], key=int)[1::-1]:
+            yield {**chosen, "micro_batch_size": micro_batch_size}
+
     def configuration(self, chosen: Mapping[str, str]) -> TrainingConfig:
         """The configuration with these values."""
         effective, micro = self.context.effective_batch_size, int(chosen["micro_batch_size"])

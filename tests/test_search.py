@@ -89,3 +89,11 @@ def test_every_configuration_keeps_the_effective_batch():
         for config in itertools.islice(space.configurations(), 500)
     }
     assert {32} == products
+
+
+def test_one_trial_finds_that_something_fits():
+    """The first of a few trials is the most frugal configuration, so a small budget never says that nothing fits."""
+    space, simulator = make("t5-small", "seq2seq-lm", 256, 2)
+    result = search(space, simulator, trials=1)
+    assert ["full"] == [trial.config.checkpointing for trial in result.trials]
+    assert result.best is not None

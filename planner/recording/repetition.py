@@ -8,6 +8,7 @@ own unit, of a neighbour, or of none. What doesn't follow these rules is refused
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,6 +89,7 @@ class _Repetition:
             if event > 0:
                 self._unit_of_block[event] = self._unit_of_layer[layer]
         self._runs = self._find_runs()
+        self._starts = [run.start for run in self._runs]
         self._place_gradients_and_ops()
         for index, run in enumerate(self._runs):
             if self._is_repeated(run.unit):
@@ -129,10 +131,6 @@ class _Repetition:
         return (same or around)[-1]
 
     def _near(self, position: int) -> list[_Run]:
-        from bisect import bisect_right
-
-        if not hasattr(self, "_starts"):
-            self._starts = [run.start for run in self._runs]
         found = bisect_right(self._starts, position)
         return self._runs[max(0, found - 3) : found + 1]
 
