@@ -125,7 +125,7 @@ def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
         reason = "two sequences at once fit, and are never slower"
         return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
     least = simulator.at_least(config)
-    memory = least or simulator.memory(config)
+    memory = least or simulator.memory_of_budget(config)
     if memory.fits:
         return Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
     over = format_bytes(memory.total_bytes - memory.ceiling_bytes)
@@ -134,7 +134,7 @@ def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
 
 
 def _fits(config: TrainingConfig, simulator: Simulator) -> bool:
-    return simulator.at_least(config) is None and simulator.memory(config).fits
+    return simulator.at_least(config) is None and simulator.memory_of_budget(config).fits
 
 
 def with_micro_batch(config: TrainingConfig, micro_batch_size: int) -> TrainingConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from planner.memory.polynomials import NotPolynomialError, Shape
 from planner.recording.record import Recording
 from planner.recording.repetition import NotRegularError, Stack
 from planner.timing import Time, step_time
+from planner.units import round_up
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ class Memory:
     def fits(self) -> bool:
         """Whether the total is under the ceiling."""
         return self.total_bytes <= self.ceiling_bytes
+
+
+def budget_shapes(config: TrainingConfig) -> Iterator[Shape]:
+    """The micro-batches of half, a quarter, ... of the longest length that fill the token budget."""
+    seq_len, micro_batch_size = config.seq_len, config.micro_batch_size
+    while seq_len >= 32 and micro_batch_size < config.effective_batch_size:
+        seq_len = round_up(seq_len // 2, 16)
+        micro_batch_size = min(config.effective_batch_size, config.max_tokens_per_micro_batch // seq_len)
+        yield micro_batch_size, seq_len
 
 
 def _this_machines_ram_bytes() -> int:
@@ -129,6 +139,23 @@ class Simulator:
         parts = dict(peak.breakdown)
         parts["activations"] += parts.pop("inputs")
         return self._with_rest(peak.allocated_bytes, peak.reserved_bytes, {name: parts[name] for name in PARTS})
+
+    def memory_of_budget(self, config: TrainingConfig) -> Memory:
+        """The peak over every shape that the token budget lets through.
+
+        Shorter sequences go in larger micro-batches, up to the effective batch. They mostly need less (attention is
+        quadratic in length); but kernels round rows up, and one sequence alone needs fewer copies than two. A target
+        sequence counts in proportion to its own longest, so it never adds to a full budget.
+        """
+        own = self.memory(config)
+        if self.workload.target_seq_len is not None:
+            return own
+        model, accumulate = self.model(config), config.gradient_accumulation_steps > 1
+        for shape in budget_shapes(config):
+            if model.allocated_bytes(shape, accumulate=accumulate) > own.peak_allocated_bytes:
+                other = self.memory(config.model_copy(update={"micro_batch_size": shape[0], "seq_len": shape[1]}))
+                own = max(own, other, key=lambda memory: memory.total_bytes)
+        return own
 
     def least_bytes(self, config: TrainingConfig) -> int:
         """A lower bound of what is allocated, found without recording: weights, gradients and optimizer state alone.

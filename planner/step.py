@@ -78,7 +78,7 @@ def make_source(workload: Workload, config: TrainingConfig, target: Target, stac
 
     # no initialisation: there is no data, and that of peft's adapters alone would take seconds
     with warnings.catch_warnings(), no_init_weights():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names of before 5.23
+        warnings.simplefilter("ignore")  # about peft's use of older names, and its own correction of its settings
         model = workload.build_model(
             attention=config.attention,
             dtype=base_dtype(config.precision, config.method),

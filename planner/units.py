@@ -23,6 +23,11 @@ _PLAIN_BYTES_DIGITS = 7
 """Digits that a number without a unit must have to be read as bytes; "8" and "8192" could be any unit."""
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
 def parse_bytes(
     text: str | int,
     *,

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.recording.kernels import Scratch, Target, kernel_workspaces, op_cost, round_up
+from planner.recording.kernels import Scratch, Target, kernel_workspaces, op_cost
+from planner.units import round_up
 
 aten = torch.ops.aten
 AMPERE, ADA, TURING = (Target(compute_capability=version) for version in ((8, 0), (8, 9), (7, 5)))

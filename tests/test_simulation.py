@@ -15,7 +15,7 @@ from planner.levers.offload import HOST_BYTES_PER_PARAMETER
 from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.models import ModelSpec, published_parameters, resolve_model
 from planner.recording.kernels import Target
-from planner.simulation import Simulator, cublas_workspace_bytes
+from planner.simulation import Simulator, budget_shapes, cublas_workspace_bytes
 from planner.step import make_source
 from planner.workload import Workload
 
@@ -186,3 +186,24 @@ def test_a_lower_bound_is_one() -> None:
     assert bound is not None
     assert small.ceiling_bytes < bound.total_bytes <= memory.total_bytes
     assert small.least_bytes(config()) <= memory.total_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp"])
+def test_the_token_budget_holds_for_shorter_sequences(precision: str) -> None:
+    """No micro-batch of shorter sequences that fills the budget allocates more than what is planned for."""
+    sim = simulator(workload=Workload(spec=tiny("gpt2", n_embd=64, n_head=2, n_layer=3), task="causal-lm"))
+    planned = config(
+        micro_batch_size=1,
+        seq_len=256,
+        max_tokens_per_micro_batch=256,
+        gradient_accumulation_steps=8,
+        effective_batch_size=8,
+        precision=precision,
+    )
+    assert [(2, 128), (4, 64), (8, 32)] == list(budget_shapes(planned))
+    peaks = [
+        sim.memory(planned.model_copy(update={"micro_batch_size": b, "seq_len": s})).total_bytes
+        for b, s in [(1, 256), *budget_shapes(planned)]
+    ]
+    assert max(peaks) >= sim.memory_of_budget(planned).total_bytes >= peaks[0]
+    assert sim.memory_of_budget(planned).peak_allocated_bytes >= sim.memory(planned).peak_allocated_bytes

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from planner.units import round_up
+
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
 SMALL_SIZE_BYTES = 1 * MIB
@@ -42,11 +44,6 @@ class AllocatorSettings:
         limit = self.max_split_size_bytes
         if limit is not None and limit < large:
             raise ValueError(f"max_split_size_bytes: got {limit}; accepted: {large} (a large segment) or more")
-
-
-def round_up(size: int, step: int) -> int:
-    """Return the least multiple of ``step`` that is ``size`` or more."""
-    return -(-size // step) * step
 
 
 def round_size(nbytes: int, divisions: int = 0) -> int:

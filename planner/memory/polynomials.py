@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.units import round_up
+
 Int64s = NDArray[np.int64]
 Shape = tuple[int, int]
 """Micro-batch in sequences, sequence length in tokens."""
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def monomials(shape: Shape) -> Int64s:
@@ -32,7 +30,7 @@ def monomials(shape: Shape) -> Int64s:
     b, s = shape
     values = [1, b, s, b * s, s * s, b * s * s]
     for multiple in (16, 32, 64, 128):
-        rounded = _up(s, multiple)
+        rounded = round_up(s, multiple)
         values += [rounded, b * rounded, s * rounded, b * s * rounded]
     return np.array(values, dtype=np.int64)
 

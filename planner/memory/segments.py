@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from planner.memory.block_sizes import ROUND_LARGE_BYTES, round_up, segment_bytes
+from planner.memory.block_sizes import ROUND_LARGE_BYTES, segment_bytes
+from planner.units import round_up
 
 NO_LIMIT_BYTES = 1 << 63
 UNLIMITED_SPAN_BYTES = 1 << 60

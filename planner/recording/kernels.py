@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from planner.units import round_up
+
 aten = torch.ops.aten
 
 
@@ -29,11 +31,6 @@ class Target:
     def has_flash_attention(self) -> bool:
         """sdp_utils.cpp, check_flash_attention_hardware_support: sm80 and newer."""
         return self.compute_capability >= (8, 0)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 # -- workspaces ------------------------------------------------------------------------------------------------------
