@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from planner import cache
 from planner.calibration import margin_fraction
@@ -75,7 +76,7 @@ def budget_shapes(config: TrainingConfig) -> Iterator[Shape]:
 
 
 def _this_machines_ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(psutil.virtual_memory().total)
 
 
 class Simulator:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.config import TrainingConfig
-from planner.errors import RecordingError
+from planner.errors import InputError, RecordingError
 from planner.levers import LEVERS
 from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
 from planner.levers.optimizer import make_optimizer
@@ -61,10 +61,9 @@ class StepSource:
         Raises RecordingError, and NotRegularError when the layers don't repeat as a shallow model's must.
         """
         self.model.zero_grad(set_to_none=True)
-        try:
-            return repeat_layers(_record(self, shape), self.stacks)
-        except (NotImplementedError, RuntimeError) as error:
-            raise RecordingError(f"{self.workload.spec.model_id}: {_first_line(error)}") from error
+        with _model_code(self.workload, self.config):
+            recording = _record(self, shape)
+        return repeat_layers(recording, self.stacks)
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -74,6 +73,12 @@ class StepSource:
 
 def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
     """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
+    with _model_code(workload, config):
+        model = _build(workload, config, stacks)
+    return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
+
+
+def _build(workload: Workload, config: TrainingConfig, stacks: Sequence[Stack]) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     # no initialisation: there is no data, and that of peft's adapters alone would take seconds
@@ -86,8 +91,7 @@ def make_source(workload: Workload, config: TrainingConfig, target: Target, stac
         )
         for lever in LEVERS:
             model = lever.change_model(model, config)
-    model.train()
-    return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
+    return model.train()
 
 
 # transformers' names for the number of layers of a stack: the common one, then encoders' and decoders'.
@@ -240,6 +244,18 @@ def _persistent_only_as_state(recording: Recording) -> Recording:
     for block in freed:
         recording.categories[block] = TEMPORARIES
     return recording
+
+
+@contextmanager
+def _model_code(workload: Workload, config: TrainingConfig) -> Iterator[None]:
+    """Code of the model, of transformers and of peft, which may fail in any way: one line that says whose."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        name = f"{workload.spec.model_id} ({workload.task}, method {config.method})"
+        raise RecordingError(f"{name} can't be simulated: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from planner import InputError, NothingFitsError, Plan, TrainingConfig, estimate, plan
+from planner import InputError, NothingFitsError, Plan, RecordingError, TrainingConfig, estimate, plan
 from planner.units import GIB
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
@@ -162,3 +162,11 @@ def test_length_beyond_the_positions_is_bad_input(model, seq_len, fits):
         return
     with pytest.raises(InputError, match="positions for 512 tokens"):
         plan(model=model, vram="24GB", seq_len=seq_len)
+
+
+def test_a_model_that_needs_data_is_a_clear_line():
+    """Longformer reads the number of global tokens out of its mask: told in one line, without a traceback."""
+    with pytest.raises(RecordingError, match=r"longformer.* can't be simulated: it reads a whole number") as caught:
+        plan(model="allenai/longformer-base-4096", vram="12GB")
+    assert 4 == caught.value.exit_code
+    assert "\n" not in str(caught.value)

@@ -317,6 +317,5 @@ def _scalar_of_unknown(tensor: Tensor) -> bool | float:
     if tensor.dtype.is_floating_point:
         return 1.0
     raise RecordingError(
-        "the model reads a whole number out of a tensor during its step (data-dependent shapes), "
-        "which cannot be simulated without data"
+        "it reads a whole number out of a tensor during its step (data-dependent shapes), which needs real data"
     )
