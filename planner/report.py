@@ -15,6 +15,8 @@ from planner.simulation import Simulator
 from planner.space import Space, effective_batch_size
 
 ALTERNATIVES = 3
+_SHOWN_UNASKED = ("adamw_8bit",)
+"""Values that are not swept and that people ask for first; each costs a recording."""
 _STRUCTURE = ("method", "precision", "checkpointing", "attention", "quantization", "optimizer", "offload")
 _LENGTHS = tuple(2**n for n in range(5, 17))
 """Lengths of memory.csv, in tokens."""
@@ -114,7 +116,7 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
             continue
         chosen = str(getattr(best.config, lever.field))
         for choice in lever.choices(space.context):
-            worth_a_look = choice.swept or lever.field == "optimizer"
+            worth_a_look = choice.swept or choice.value in _SHOWN_UNASKED
             changed = best.config.model_copy(update={lever.field: choice.value})
             possible = choice.valid and not conflict(changed.offload, changed.optimizer)
             if possible and worth_a_look and choice.value != chosen:
