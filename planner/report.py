@@ -119,6 +119,7 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
             worth_a_look = choice.swept or choice.value in _SHOWN_UNASKED
             changed = best.config.model_copy(update={lever.field: choice.value})
             possible = choice.valid and not conflict(changed.offload, changed.optimizer)
+            possible = possible and simulator.host_shortage_bytes(changed) <= 0
             if possible and worth_a_look and choice.value != chosen:
                 rows.append(_lever_row(lever.field, choice.value, choice.reason, best, simulator))
     return rows
@@ -127,7 +128,7 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
 def _lever_row(field: str, value: str, reason: str, best: Trial, simulator: Simulator) -> dict[str, Any]:
     assert best.memory and best.time
     config = best.config.model_copy(update={field: value})
-    memory, time = simulator.memory(config), simulator.time(config)
+    memory, time = simulator.memory_of_budget(config), simulator.time(config)
     return {
         "lever": field,
         "change": f"{getattr(best.config, field)} -> {value}",
@@ -146,7 +147,8 @@ def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
 
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
-    memory, time = trial.memory, trial.time
+    # a lower bound that is over the ceiling is no prediction: the reason tells it
+    memory, time = trial.memory if trial.memory and trial.memory.breakdown else None, trial.time
     fields = trial.config.model_dump(mode="json")
     lora = fields.pop("lora")
     return {

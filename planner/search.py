@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from planner.config import TrainingConfig
@@ -53,16 +53,29 @@ class SearchResult:
         """The fastest trial that fits."""
         return next(iter(self.fitting), None)
 
-    @property
-    def closest(self) -> Trial | None:
-        """The trial that needs least memory."""
-        known = [t for t in self.trials if t.memory is not None]
-        return min(known, key=lambda t: t.memory.total_bytes if t.memory else 0, default=None)
+    def closest(self, simulator: Simulator) -> Trial | None:
+        """The trial that needs least memory, with its exact need; None when no trial's need is known.
+
+        Many trials know a lower bound only: the exact need is found in the bounds' order, until a bound is above it.
+        """
+        best: Trial | None = None
+        for trial in sorted((t for t in self.trials if t.memory), key=_known_bytes):
+            if best is not None and _known_bytes(trial) >= _known_bytes(best):
+                break
+            exact = replace(trial, memory=simulator.memory_of_budget(trial.config))
+            if best is None or _known_bytes(exact) < _known_bytes(best):
+                best = exact
+        return best
+
+
+def _known_bytes(trial: Trial) -> int:
+    assert trial.memory is not None
+    return trial.memory.total_bytes
 
 
 def _preference(trial: Trial) -> tuple[float, int]:
     assert trial.time is not None and trial.memory is not None
-    # speeds that differ by in the fourth digit are the same to a time model: take the smaller footprint
+    # speeds that first differ in the fifth digit are the same to a time model: take the smaller footprint
     return (-float(f"{trial.time.tokens_per_s:.4g}"), trial.memory.total_bytes)
 
 

@@ -58,7 +58,8 @@ class Memory:
     ceiling_bytes: int
     """What the card can give."""
     breakdown: Mapping[str, int]
-    """Allocated bytes at the peak by parameters, gradients, optimizer, activations, temporaries, workspace."""
+    """Allocated bytes at the peak by parameters, gradients, optimizer, activations, temporaries, workspace;
+    empty where the other figures are a lower bound that was over the ceiling."""
 
     @property
     def fits(self) -> bool:

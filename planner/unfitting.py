@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
-from planner.hardware import all_cards, ceiling_bytes
+from planner.hardware import all_cards, ceiling_bytes, typical_card
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import RUNGS, Space
-from planner.units import GIB, format_bytes
+from planner.units import GIB, format_bytes, round_up
 
 
 def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
     """The error that says what would fit."""
-    closest = result.closest
+    closest = result.closest(simulator)
     if closest is None:  # offloading was asked for, and the host is too small for any configuration
         raise NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
-    closest = replace(closest, memory=simulator.memory(closest.config))
     assert closest.memory is not None
     smallest = _smallest_label_bytes(closest, simulator)
     over = closest.memory.total_bytes - closest.memory.ceiling_bytes
@@ -45,15 +43,14 @@ def _describe(config: TrainingConfig) -> str:
 
 
 def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
-    """The smallest label of the catalogue whose cards report enough; above all labels, the need itself."""
+    """The smallest label whose typical card reports enough, as ``--vram`` alone would take it; else the need."""
     assert closest.memory is not None
     need = closest.memory.total_bytes
-    labels = sorted({card.label_bytes for card in all_cards()})
-    for label in labels:
-        enough = [c for c in all_cards() if c.label_bytes == label and ceiling_bytes(label, c)[0] >= need]
-        if enough:
+    for label in sorted({card.label_bytes for card in all_cards()}):
+        card, _ = typical_card(label)
+        if ceiling_bytes(label, card, named=False)[0] >= need:
             return label
-    return -(-need // GIB) * GIB
+    return round_up(need, GIB)
 
 
 def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Iterator[str]:

@@ -132,6 +132,9 @@ def test_nothing_fits_says_what_would():
     assert "closest: full" in message
     assert caught.value.smallest_vram_bytes >= 4 * GIB
     assert "--method lora" in message
+    smallest = caught.value.smallest_vram_bytes
+    would_do = plan(model="roberta-large", vram=smallest, method="full", seq_len=512)
+    assert would_do.peak.total_bytes <= would_do.peak.ceiling_bytes <= smallest
 
 
 def test_estimate_has_memory_and_time_as_attributes():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.recording.record import GRADIENTS, WORKSPACE, Recording
+from planner.recording.record import WORKSPACE, Recording
 
 Int64s = NDArray[np.int64]
 
@@ -62,7 +62,7 @@ def build(step: Recording, update: Recording, *, accumulate: bool) -> Program:
         micro = events[loaded:] if step_index == 0 else later
         shift = _place(builder, "micro_batch", micro, step, persistent)
         if accumulate:
-            _place(builder, "accumulate", _dropping_gradients(step, later), step, persistent)
+            _place(builder, "accumulate", _dropping_gradients(step), step, persistent)
         _place_update(builder, phase, update, len(step.sizes))
         builder.add("zero_grad", -shift(gradient_blocks), np.zeros(0, dtype=np.int64))
     rows = np.concatenate(builder.rows)
@@ -99,7 +99,7 @@ def _without_workspaces(step: Recording) -> Int64s:
     return np.array([e for e in events if step.categories[abs(e)] != WORKSPACE], dtype=np.int64)
 
 
-def _dropping_gradients(step: Recording, without_workspaces: Int64s) -> Int64s:
+def _dropping_gradients(step: Recording) -> Int64s:
     """A further micro-batch: AccumulateGrad adds each new gradient into the one that is there and drops it.
 
     torch/csrc/autograd/functions/accumulate_grad.h: ``variable_grad += new_grad`` when gradients exist already.
@@ -119,6 +119,3 @@ def _dropping_gradients(step: Recording, without_workspaces: Int64s) -> Int64s:
 def categories(step: Recording, update: Recording) -> Int64s:
     """The category of every row that a program names."""
     return np.array([*step.categories, *update.categories], dtype=np.int64)
-
-
-__all__ = ["GRADIENTS", "Program", "build", "categories"]
