@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from planner.budget import Memory
 from planner.cache import library_versions
 from planner.calibration import margin_fraction
 from planner.config import LoraSettings, TrainingConfig
@@ -17,7 +18,7 @@ from planner.plans import Plan, Reason
 from planner.report import alternatives_of, lever_rows, memory_rows, reasons_of, trial_rows
 from planner.request import PlanRequest, make_request
 from planner.search import SearchResult, search
-from planner.simulation import Memory, Simulator
+from planner.simulation import Simulator
 from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, make_space, rungs
 from planner.timing import Time
 from planner.unfitting import nothing_fits

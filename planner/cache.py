@@ -21,7 +21,7 @@ import platformdirs
 
 T = TypeVar("T")
 
-_SOURCES = ("step.py", "workload.py", "inspection.py", "recording", "levers", "memory")
+_SOURCES = ("step.py", "workload.py", "inspection.py", "recordings.py", "recording", "levers", "memory")
 
 
 def folder() -> Path:

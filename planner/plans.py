@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.budget import Memory
 from planner.config import TrainingConfig
 from planner.emit import render_training_files
 from planner.errors import InputError, Problem
 from planner.request import PlanRequest
-from planner.simulation import Memory
 from planner.timing import Time
 
 if TYPE_CHECKING:

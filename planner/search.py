@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from planner.budget import Memory
 from planner.config import TrainingConfig
 from planner.levers.offload import conflict
-from planner.simulation import Memory, Simulator
+from planner.simulation import Simulator
 from planner.space import Space
 from planner.timing import Time
 from planner.units import format_bytes

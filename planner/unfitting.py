@@ -66,7 +66,7 @@ def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Ite
             break
     seq_len = simulator.model(config).longest_seq_len(
         config.micro_batch_size,
-        simulator.budget_bytes,
+        simulator.budget.allocator_bytes(config),
         accumulate=config.gradient_accumulation_steps > 1,
         limit=config.seq_len,
         multiple=16,

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.budget import Memory
 from planner.calibration import margin_fraction
 from planner.config import LoraSettings, TrainingConfig
 from planner.hardware import ceiling_bytes, typical_card
 from planner.models import resolve_model
 from planner.recording.record import ACTIVATIONS
-from planner.simulation import Memory, Simulator
+from planner.simulation import Simulator
 from planner.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -100,7 +101,7 @@ class TestD01:
         """Between 200 and 1000 MiB less than the ceiling."""
         sim = simulator("bert-base-uncased", vram_gb)
         fraction, _ = margin_fraction()
-        context_bytes = sim.ceiling_bytes / (1 + fraction) - sim.budget_bytes
+        context_bytes = sim.ceiling_bytes / (1 + fraction) - sim.budget.allocator_bytes(config(1, 128))
         assert 200 * MIB <= context_bytes <= 1000 * MIB
 
 
@@ -150,7 +151,9 @@ def test_i04_largest_batches_on_12_gb_are_between_the_published_and_a_few_times_
     published = {64: 64, 128: 32, 256: 16, 320: 14, 384: 12, 512: 6}
     sim = simulator("bert-base-uncased", 12)
     model = sim.model(config(8, 64))
-    ours = {s: model.largest_micro_batch(s, sim.budget_bytes, accumulate=False) for s in published}
+    ours = {
+        s: model.largest_micro_batch(s, sim.budget.allocator_bytes(config(1, 128)), accumulate=False) for s in published
+    }
     for seq_len, batch in published.items():
         assert batch <= ours[seq_len] <= 3.7 * batch, seq_len
     assert sorted(set(ours.values()), reverse=True) == list(ours.values())

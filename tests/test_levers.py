@@ -14,6 +14,7 @@ import torch
 from test_emit import make_plan
 from torch import nn
 
+from planner.budget import Memory
 from planner.config import METHODS, LoraSettings, TrainingConfig
 from planner.emit import render_training_files
 from planner.hardware import Card, find_card
@@ -26,7 +27,7 @@ from planner.recording.kernels import Target
 from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS
 from planner.recording.recorder import Recorder
 from planner.recording.stand_ins import Nf4Linear
-from planner.simulation import Memory, Simulator
+from planner.simulation import Simulator
 from planner.workload import Workload, loss_of
 
 GIB = 2**30

@@ -15,6 +15,7 @@ from planner.levers.offload import HOST_BYTES_PER_PARAMETER
 from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.models import ModelSpec, published_parameters, resolve_model
 from planner.recording.kernels import Target
+from planner.recordings import Recordings
 from planner.simulation import Simulator, budget_shapes, cublas_workspace_bytes
 from planner.step import make_source
 from planner.workload import Workload
@@ -76,7 +77,7 @@ def test_the_budget_is_what_the_ceiling_leaves() -> None:
     for ceiling in (400 * MIB, 8 * GIB):
         sim = simulator(ceiling_bytes=ceiling)
         memory = sim.memory(config())
-        assert (memory.peak_reserved_bytes <= sim.budget_bytes) == memory.fits
+        assert (memory.peak_reserved_bytes <= sim.budget.allocator_bytes(config())) == memory.fits
 
 
 def test_at_the_ceiling_it_fits_and_a_byte_above_it_does_not() -> None:
@@ -133,7 +134,7 @@ def test_offload_takes_the_optimizers_state_off_the_card() -> None:
 def test_precisions_that_record_alike_share_a_recording() -> None:
     """tf32 holds what fp32 holds; bf16 needs another step."""
     sim = simulator()
-    structures = {p: sim.structure(config(precision=p)) for p in ("fp32", "tf32", "bf16-amp", "bf16")}
+    structures = {p: sim.recordings.structure(config(precision=p)) for p in ("fp32", "tf32", "bf16-amp", "bf16")}
     assert structures["fp32"] == structures["tf32"]
     assert 3 == len({repr(structure) for structure in structures.values()})
     assert sim.memory(config()) == sim.memory(config(precision="tf32"))
@@ -141,7 +142,7 @@ def test_precisions_that_record_alike_share_a_recording() -> None:
 
 def test_fp16_on_older_cards_uses_their_kernels() -> None:
     """A T4 has no flash attention and no bf16: its fp16 step is recorded as such."""
-    assert "fp16-amp" == simulator("Tesla T4").structure(config(precision="fp16-amp"))["precision"]
+    assert "fp16-amp" == simulator("Tesla T4").recordings.structure(config(precision="fp16-amp"))["precision"]
     assert simulator("Tesla T4").memory(config(precision="fp16-amp")).fits
 
 
@@ -151,7 +152,7 @@ def test_a_simulator_on_a_filled_cache_records_nothing(tmp_path: Path, monkeypat
     first = simulator().memory(config())
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pickle")}
     assert len(before) >= 3
-    monkeypatch.setattr(Simulator, "_source", None)  # whoever records needs it
+    monkeypatch.setattr(Recordings, "_source", None)  # whoever records needs it
     assert first == simulator().memory(config())
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pickle")}
     assert os.environ["VRAMPLAN_CACHE"] == str(tmp_path)
