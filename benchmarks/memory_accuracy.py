@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import calibrate
 import numpy as np
 from ground_truth import Row, Run, Skipped, load_rows, run_for
 
-from planner.cache import library_versions
+from planner.config import TrainingConfig
 from planner.hardware import context_bytes
 
 REPORTED = ("bert", "opt350", "gpt2l", "distilbert", "perf", "mila")
 """Sources whose A rows are summarised together."""
-CALIBRATION = Path(__file__).resolve().parent.parent / "profiles" / "calibration.json"
-QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,8 @@ class Score:
     reason: str = ""
     """Why it was skipped, or what differs from what the source ran."""
     predicted_bytes: int | None = None
+    config: TrainingConfig | None = None
+    """What ran, as a configuration's structure."""
     like_for_like: bool = False
     """Loop and model code do what the source's did."""
 
@@ -68,6 +68,7 @@ def score(row: Row) -> Score:
         status="scored",
         reason="; ".join((*run.setup.caveats, *run.setup.notes)),
         predicted_bytes=run.predicted_bytes,
+        config=run.setup.config,
         like_for_like=not run.setup.caveats,
     )
 
@@ -147,40 +148,20 @@ def _boundaries(scores: Sequence[Score]) -> list[str]:
 
 # -- calibration -----------------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, Callable[[Row], bool]] = {
-    "allocated": lambda row: row.measure == "max_memory_allocated",
-    "reserved_and_context": lambda row: row.measure == "nvidia_smi_used",
-}
-
 
 def calibration(scores: Sequence[Score]) -> dict[str, object]:
     """What runs used beyond the prediction, by kind, over A rows that are like for like."""
     usable = [item for item in scores if item.error is not None and item.row.quality == "A"]
-    kept = [item for item in usable if item.like_for_like]
-    return {
-        "made_by": "benchmarks/memory_accuracy.py --calibrate; edit nothing here",
-        "versions": library_versions(),
-        "meaning": "quantiles of (measured - predicted) / predicted; above zero the run needed more than predicted",
-        "kinds": {kind: _distribution([item for item in kept if of(item.row)]) for kind, of in _KINDS.items()},
-        "left_out": _left_out(usable),
-    }
-
-
-def _distribution(scores: Sequence[Score]) -> dict[str, object]:
-    beyond = [item.row.measured_bytes / item.predicted_bytes - 1 for item in scores]  # type: ignore[operator]
-    return {
-        "n": len(beyond),
-        "rows": [item.row.id for item in scores],
-        "quantiles": {str(q): round(float(np.quantile(beyond, q)), 6) for q in QUANTILES} if beyond else {},
-    }
-
-
-def _left_out(usable: Sequence[Score]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
+    left_out: dict[str, list[str]] = {}
     for item in usable:
         if not item.like_for_like:
-            reasons.setdefault(item.reason, []).append(item.row.id)
-    return reasons
+            left_out.setdefault(item.reason, []).append(item.row.id)
+    return calibrate.calibration([_residual(item) for item in usable if item.like_for_like], left_out)
+
+
+def _residual(item: Score) -> calibrate.Residual:
+    assert item.error is not None and item.config is not None
+    return calibrate.Residual(row_id=item.row.id, config=item.config, beyond=1 / (1 + item.error) - 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         write_csv(scores, options.out)
     if options.calibrate:
-        CALIBRATION.write_text(json.dumps(calibration(scores), indent=1) + "\n", encoding="utf-8")
+        calibrate.write(calibration(scores))
     print(summary(scores))
     return 0
 

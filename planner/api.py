@@ -8,7 +8,6 @@ from typing import Any
 
 from planner.budget import Memory
 from planner.cache import library_versions
-from planner.calibration import margin_fraction
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
 from planner.hardware import Card, ceiling_bytes, find_card, typical_card
@@ -83,7 +82,11 @@ def plan(**arguments: Any) -> Plan:
         config=best.config,
         peak=best.memory,
         time=best.time,
-        reasons=[*question.reasons, *_outside(question, best.memory), *reasons_of(best.config, request, space, result)],
+        reasons=[
+            *question.reasons,
+            *_outside(question, best.config, best.memory),
+            *reasons_of(best.config, request, space, result),
+        ],
         alternatives=alternatives_of(best, result),
         levers=lever_rows(best, space, question.simulator),
         versions=library_versions(),
@@ -155,6 +158,7 @@ def _look_up(request: PlanRequest) -> Question:
         seq_len=seq_len,
         headroom_bytes=request.headroom_bytes,
         host_ram_bytes=request.host_ram_bytes,
+        risk=request.risk,
     )
     return Question(request=request, card=card, seq_len=seq_len, simulator=simulator, reasons=[*reasons, *more])
 
@@ -241,10 +245,11 @@ def _space(question: Question, method: str) -> Space:
     return make_space(question.request, context, question.seq_len)
 
 
-def _outside(question: Question, memory: Memory) -> Iterator[Reason]:
+def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iterator[Reason]:
     """Why context and margin are what they are."""
     yield Reason(field="context_bytes", value=memory.context_bytes, reason=question.simulator.context_reason)
-    yield Reason(field="margin_bytes", value=memory.margin_bytes, reason=margin_fraction()[1])
+    margin = question.simulator.budget.margin(config)
+    yield Reason(field="margin_bytes", value=memory.margin_bytes, reason=margin.reason)
 
 
 def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.calibration import margin_fraction
+from planner.calibration import DEFAULT_RISK, Margin, margin
 from planner.config import TrainingConfig
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "workspace")
@@ -51,10 +51,16 @@ class Budget:
     """The CUDA context with its loaded kernels."""
     headroom_bytes: int = 0
     """Kept free for other uses of the card."""
+    risk: float = DEFAULT_RISK
+    """Probability, at most, that a run needs more than its prediction and margin."""
+
+    def margin(self, config: TrainingConfig) -> Margin:
+        """What is kept free for what the simulation doesn't know."""
+        return margin(config, self.risk)
 
     def allocator_bytes(self, config: TrainingConfig) -> int:
         """What the allocator may reserve: the ceiling without headroom, context and margin."""
-        fraction, _ = margin_fraction()
+        fraction = self.margin(config).fraction
         return int((self.ceiling_bytes - self.headroom_bytes) / (1 + fraction)) - self.context_bytes
 
     def memory(
@@ -67,9 +73,8 @@ class Budget:
         phases: Mapping[str, int] | None = None,
     ) -> Memory:
         """Add what lies outside the allocator."""
-        fraction, _ = margin_fraction()
         held = reserved_bytes + self.context_bytes
-        margin = math.ceil(fraction * held) + self.headroom_bytes
+        margin = math.ceil(self.margin(config).fraction * held) + self.headroom_bytes
         return Memory(
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,

@@ -56,6 +56,7 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("optimizer", "WORDS", "Restrict to some of adamw_fused, adamw_foreach, adamw_8bit, adafactor, sgd."),
     ("attention", "WORDS", "Restrict to some of eager, sdpa."),
     ("headroom", "SIZE", "Memory to keep free for other uses of the card, such as 500MB.  [default: 0]"),
+    ("risk", "P", "Probability, at most, that a run needs more than planned.  [default: 0.01]"),
     ("host_ram", "SIZE", "Host memory that offloading may fill.  [default: what this machine has]"),
     ("trials", "N", "Configurations to look at, at most.  [default: as many as the search needs]"),
     ("timeout", "SECONDS", "Time that the search may take.  [default: no limit]"),

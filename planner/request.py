@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from planner import config
+from planner.calibration import DEFAULT_RISK
 from planner.errors import InputError, Problem
 from planner.units import LARGEST_VRAM_BYTES, compact_bytes, parse_bytes, shown
 
@@ -107,6 +108,17 @@ def _seconds(value: object) -> float:
     return seconds
 
 
+def _risk(value: object) -> float:
+    accepted = "a probability from 0.0001 to 0.5, such as 0.01 for 1 run in 100"
+    try:
+        risk = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        risk = math.nan
+    if not 0.0001 <= risk <= 0.5:
+        raise _refusal(value, accepted)
+    return risk
+
+
 def _size(minimum_bytes: int | None = None) -> BeforeValidator:
     def read(value: Any) -> Any:
         if minimum_bytes is None:
@@ -173,6 +185,8 @@ class PlanRequest(BaseModel):
     """Attention implementations to choose from; None: all."""
     headroom: Annotated[str | int, _size(0)] = 0
     """Memory to keep free for other uses of the card, as a size such as 500MB or in bytes."""
+    risk: Annotated[float, BeforeValidator(_risk)] = DEFAULT_RISK
+    """Probability, at most, that a run needs more than its prediction and margin."""
     host_ram: Annotated[str | int, _size()] | None = None
     """Host memory that offloading may fill; None: what this machine has."""
     trials: Annotated[int, _whole(1, 1_000_000)] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 
 from planner.budget import PARTS, Budget, Memory
+from planner.calibration import DEFAULT_RISK
 from planner.config import TrainingConfig
 from planner.hardware import Card, context_bytes
 from planner.inspection import ModelFacts
@@ -56,11 +57,14 @@ class Simulator:
         seq_len: int | None = None,
         headroom_bytes: int = 0,
         host_ram_bytes: int | None = None,
+        risk: float = DEFAULT_RISK,
     ) -> None:
         self.workload = workload
         self.card = card
         context, self.context_reason = context_bytes(card)
-        self.budget = Budget(ceiling_bytes=ceiling_bytes, context_bytes=context, headroom_bytes=headroom_bytes)
+        self.budget = Budget(
+            ceiling_bytes=ceiling_bytes, context_bytes=context, headroom_bytes=headroom_bytes, risk=risk
+        )
         self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
         self.recordings = Recordings(workload, card, checked_seq_len=seq_len)
         self._models: dict[str, MemoryModel] = {}

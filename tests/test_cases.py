@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from planner.budget import Memory
-from planner.calibration import margin_fraction
 from planner.config import LoraSettings, TrainingConfig
 from planner.hardware import ceiling_bytes, typical_card
 from planner.models import resolve_model
@@ -100,7 +99,7 @@ class TestD01:
     def test_the_allocator_gets_what_the_context_leaves(self, vram_gb: int) -> None:
         """Between 200 and 1000 MiB less than the ceiling."""
         sim = simulator("bert-base-uncased", vram_gb)
-        fraction, _ = margin_fraction()
+        fraction = sim.budget.margin(config(1, 128)).fraction
         context_bytes = sim.ceiling_bytes / (1 + fraction) - sim.budget.allocator_bytes(config(1, 128))
         assert 200 * MIB <= context_bytes <= 1000 * MIB
 

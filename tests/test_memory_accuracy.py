@@ -161,15 +161,17 @@ def test_sources_select_rows(tmp_path: Path) -> None:
 
 def test_calibration_takes_what_runs_needed_beyond_the_prediction_from_like_rows_only(tmp_path: Path) -> None:
     """110 measured for 100 predicted is a tenth beyond; a row with other model code stays out."""
-    rows = [row_of(tmp_path, peak_bytes=text) for text in ("110", "100", "300")]
+    rows = [row_of(tmp_path, peak_bytes=text, id=f"distilbert-{text}") for text in ("110", "100", "300")]
+    config = setups.setup_of(rows[0]).config
     scores = [
-        memory_accuracy.Score(row=row, status="scored", predicted_bytes=100, like_for_like=like, reason=reason)
+        memory_accuracy.Score(
+            row=row, status="scored", predicted_bytes=100, like_for_like=like, reason=reason, config=config
+        )
         for row, like, reason in zip(rows, (True, True, False), ("", "", "other code"), strict=True)
     ]
     document = json.loads(json.dumps(memory_accuracy.calibration(scores)))
-    allocated = document["kinds"]["allocated"]
-    assert 2 == allocated["n"]
-    assert 0.1 == pytest.approx(allocated["quantiles"]["1.0"])
-    assert 0.05 == pytest.approx(allocated["quantiles"]["0.5"])
-    assert {"other code": ["distilbert-013"]} == document["left_out"]
-    assert 0 == document["kinds"]["reserved_and_context"]["n"]
+    kind = document["kinds"]["full, eager attention, not checkpointed"]
+    assert 2 == kind["n"]
+    assert {"distilbert-110": 0.1, "distilbert-100": 0.0} == kind["residuals"]
+    assert 0.05 == pytest.approx(kind["quantiles"]["0.5"])
+    assert {"other code": ["distilbert-300"]} == document["left_out"]
