@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import older_releases
+from loading import after_checkpoint, checkpoint_sizes
 from loops import ITERATION, record
 from rows import Row, load_rows, whole
 from setups import Setup, setup_of
@@ -19,13 +21,15 @@ from setups import Setup, setup_of
 from planner import cache as store
 from planner.errors import InputError, RecordingError
 from planner.hardware import Card
-from planner.memory.allocator import AllocatorSettings, OutOfMemory, Replay, replay_events
+from planner.memory.allocator import AllocatorSettings, CachingAllocator, OutOfMemory, Replay, replay_events
 from planner.memory.model import StepModel, Variant, fit_step
 from planner.memory.polynomials import NotPolynomialError, Shape
 from planner.recording.record import WORKSPACE, Op, Recording
 from planner.simulation import cublas_workspace_bytes
 
 __all__ = ["Row", "Run", "Skipped", "load_rows", "run_for"]
+
+older_releases.adapt()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,21 @@ class Run:
         sizes = np.array(self.recording.sizes, dtype=np.int64)
         kinds = np.array(self.recording.categories)
         sizes[kinds == WORKSPACE] = cublas_workspace_bytes(self.card.compute_capability)
-        return replay_events(np.array(self.recording.events), sizes, AllocatorSettings(), capacity_bytes)
+        events = np.array(self.recording.events)
+        if self.setup.measured_from is None:
+            return replay_events(events, sizes, AllocatorSettings(), capacity_bytes)
+        begin = self.recording.phases[ITERATION.format(self.setup.measured_from)]
+        allocator = CachingAllocator(AllocatorSettings(), capacity_bytes)
+        allocator.run(events[:begin], sizes)
+        allocator.reset_peaks()
+        allocator.empty_cache()
+        peak_index = begin + allocator.run(events[begin:], sizes)
+        return Replay(
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            peak_event_index=peak_index,
+            retries=allocator.num_alloc_retries,
+        )
 
     @property
     def predicted_bytes(self) -> int:
@@ -111,6 +129,8 @@ def run_for(row: Row) -> Run | Skipped:
         if isinstance(setup, str):
             return Skipped(row=row, reason=setup)
         recording, fitted = _recorded(setup)
+        if setup.beside_checkpoint is not None:
+            recording = after_checkpoint(recording, _checkpoint(setup))
     except (InputError, RecordingError) as error:
         return Skipped(row=row, reason=str(error).splitlines()[0])
     return Run(row=row, setup=setup, recording=recording, fitted=fitted)
@@ -125,8 +145,17 @@ def _recorded(setup: Setup) -> tuple[Recording, bool]:
     if model is not None:
         return _at(model, setup.shape), True
     key = {**_key(setup), "shape": setup.shape}
-    recording = store.remembered("ground-truth", key, lambda: _record(setup, setup.shape))
-    return _without_closed_gates(recording), False
+    recording = _without_closed_gates(store.remembered("ground-truth", key, lambda: _record(setup, setup.shape)))
+    return (recording if setup.unrolled is None else setup.unrolled(recording)), False
+
+
+def _checkpoint(setup: Setup) -> list[int]:
+    """Sizes of the checkpoint's tensors in fp32."""
+    beside = setup.beside_checkpoint or {}
+    key = {**_key(setup), "checkpoint": sorted(beside.items())}
+    return store.remembered(
+        "ground-truth", key, lambda: checkpoint_sizes(_source(_source_key(setup), setup).model, beside)
+    )
 
 
 def _step_model(setup: Setup, variant: Variant) -> StepModel | None:
@@ -179,7 +208,6 @@ _sources: dict[str, Any] = {}
 def _source(key: str, setup: Setup) -> Any:
     """The model of a setup, built once."""
     if key not in _sources:
-        import peft
         import torch
 
         from planner.levers import LEVERS
@@ -193,16 +221,18 @@ def _source(key: str, setup: Setup) -> Any:
         for lever in LEVERS:
             model = lever.change_model(model, setup.config)
             if setup.kbit_preparation and lever.field == "quantization":
+                import peft
+
                 model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model.train()
-        target = Target(compute_capability=setup.card.compute_capability)
+        target = Target(compute_capability=setup.card.compute_capability, torch_release=setup.torch_release)
         _sources[key] = StepSource(workload=setup.workload, config=setup.config, model=model, stacks=(), target=target)
     return _sources[key]
 
 
 def _source_key(setup: Setup) -> str:
     fields = (setup.workload, setup.config, setup.weights, setup.use_cache, setup.kbit_preparation)
-    return repr((*fields, setup.card.compute_capability))
+    return repr((*fields, setup.card.compute_capability, setup.torch_release))
 
 
 def _key(setup: Setup) -> dict[str, Any]:
@@ -211,5 +241,12 @@ def _key(setup: Setup) -> dict[str, Any]:
         "source": _source_key(setup),
         "loop": setup.loop_name,
         "micro_batches": setup.micro_batches,
-        "loops": [(here / "loops.py").read_text(encoding="utf-8")],
+        "loops": [(here / name).read_text(encoding="utf-8") for name in _CODE],
     }
+
+
+_CODE = (
+    *("loops.py", "older_releases.py", "generation.py", "packed_linears.py", "flash_attn_stand_in.py"),
+    *("fms.py", "fused_kernels.py", "boundaries.py", "configs.py"),
+)
+"""Files that a recording depends on."""

@@ -4,54 +4,30 @@
 
 Each row that can be reproduced is recorded as its authors ran it (loops.py, setups.py), with today's model code, and
 replayed through the allocator; a row's own measure is compared: allocated with allocated, reserved with reserved,
-nvidia-smi with reserved and context. ``--calibrate`` writes the distribution of what the card used beyond the
-prediction to profiles/calibration.json, from which the planner takes its margin.
+nvidia-smi with reserved and context. Model code changed over the years: ``--match-versions`` records each row with the
+release of transformers that it names or implies. ``--calibrate`` writes the distribution of what the card used beyond
+the prediction to profiles/calibration.json, from which the planner takes its margin.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import calibrate
-import numpy as np
 from ground_truth import Row, Run, Skipped, load_rows, run_for
+from matching import score_matched
+from releases import release_of, running_release
+from reproduction import Setup
+from scores import Score, write_csv
+from summary import summary
 
-from planner.config import TrainingConfig
 from planner.hardware import context_bytes
-
-REPORTED = ("bert", "opt350", "gpt2l", "distilbert", "perf", "mila")
-"""Sources whose A rows are summarised together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """What became of a row; the fields of the CSV."""
-
-    row: Row
-    status: str
-    """scored, skipped, fits-right or fits-wrong."""
-    reason: str = ""
-    """Why it was skipped, or what differs from what the source ran."""
-    predicted_bytes: int | None = None
-    config: TrainingConfig | None = None
-    """What ran, as a configuration's structure."""
-    like_for_like: bool = False
-    """Loop and model code do what the source's did."""
-
-    @property
-    def error(self) -> float | None:
-        """``predicted / measured - 1``; None where nothing is compared."""
-        if self.status != "scored" or self.predicted_bytes is None or not self.row.measured_bytes:
-            return None
-        return self.predicted_bytes / self.row.measured_bytes - 1
 
 
 def score(row: Row) -> Score:
@@ -66,11 +42,17 @@ def score(row: Row) -> Score:
     return Score(
         row=row,
         status="scored",
-        reason="; ".join((*run.setup.caveats, *run.setup.notes)),
+        reason="; ".join((*_differences(row, run.setup), *run.setup.notes)),
         predicted_bytes=run.predicted_bytes,
         config=run.setup.config,
-        like_for_like=not run.setup.caveats,
+        transformers=running_release(),
+        like_for_like=not _differences(row, run.setup),
     )
+
+
+def _differences(row: Row, setup: Setup) -> tuple[str, ...]:
+    """What differs from what the source ran: less where this is the release that the row was measured with."""
+    return setup.remaining if release_of(row) == running_release() else (*setup.caveats, *setup.remaining)
 
 
 def _boundary(run: Run) -> Score:
@@ -78,11 +60,15 @@ def _boundary(run: Run) -> Score:
     context, _ = context_bytes(run.card)
     fits = run.fits_in(run.card.reported_bytes - context)
     right = fits == (run.row.measure == "fits")
+    differences = _differences(run.row, run.setup)
     return Score(
         row=run.row,
         status="fits-right" if right else "fits-wrong",
-        reason="; ".join((f"predicted to {'fit' if fits else 'run out of memory'}", *run.setup.caveats)),
+        reason="; ".join((f"predicted to {'fit' if fits else 'run out of memory'}", *differences)),
         predicted_bytes=run.replay.peak_reserved_bytes + context,
+        config=run.setup.config,
+        transformers=running_release(),
+        like_for_like=not differences,
     )
 
 
@@ -102,48 +88,6 @@ def score_all(rows: Sequence[Row], *, jobs: int) -> list[Score]:
 
 def _score_group(rows: Sequence[Row]) -> list[Score]:
     return [score(row) for row in rows]
-
-
-def write_csv(scores: Iterable[Score], path: Path) -> None:
-    """One line a row of the input."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["id", "predicted_bytes", "measured_bytes", "error", "status", "reason"])
-        for item in scores:
-            error = "" if item.error is None else f"{item.error:.6f}"
-            predicted = "" if item.predicted_bytes is None else item.predicted_bytes
-            measured = "" if item.row.measured_bytes is None else item.row.measured_bytes
-            writer.writerow([item.row.id, predicted, measured, error, item.status, item.reason])
-
-
-def summary(scores: Sequence[Score]) -> str:
-    """A line a source, then one over the A rows of the reported sources."""
-    lines = [f"{'source':<34}{'rows':>5}{'median':>9}{'90 %':>9}{'worst':>9}{'under':>8}"]
-    for source in sorted({item.row.source for item in scores}):
-        lines += _line(source, [item for item in scores if item.row.source == source])
-    reported = [item for item in scores if item.row.source in REPORTED and item.row.quality == "A"]
-    lines += _line("A rows of " + " ".join(REPORTED[:3]) + " ...", reported)
-    lines += _line("  of these, like for like", [item for item in reported if item.like_for_like])
-    return "\n".join([*lines, "", *_boundaries(scores)])
-
-
-def _line(name: str, scores: Sequence[Score]) -> list[str]:
-    errors = np.array([item.error for item in scores if item.error is not None])
-    if not len(errors):
-        return []
-    size = np.abs(errors)
-    figures = (np.median(size), np.quantile(size, 0.9), size.max(), np.mean(errors < 0))
-    return [
-        f"{name:<34}{len(errors):>5}"
-        + "".join(f"{value:>{w}.2%}" for value, w in zip(figures, (9, 9, 9, 8), strict=True))
-    ]
-
-
-def _boundaries(scores: Sequence[Score]) -> list[str]:
-    counts = {status: sum(item.status == status for item in scores) for status in ("fits-right", "fits-wrong")}
-    skipped = sum(item.status == "skipped" for item in scores)
-    right, wrong = counts.values()
-    return [f"fits or runs out of memory: {right} right, {wrong} wrong; {skipped} of {len(scores)} rows skipped"]
 
 
 # -- calibration -----------------------------------------------------------------------------------------------------
@@ -171,12 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="CSV to write")
     parser.add_argument("--sources", help="only these prefixes of ids, comma-separated")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes to work in")
+    parser.add_argument(
+        "--match-versions",
+        action="store_true",
+        help="record each row with the transformers release that it names or implies (installed in the user's cache)",
+    )
     parser.add_argument("--calibrate", action="store_true", help="write profiles/calibration.json")
     options = parser.parse_args(arguments)
     rows = load_rows(options.input)
     if options.sources:
         rows = [row for row in rows if row.source in options.sources.split(",")]
-    scores = score_all(rows, jobs=options.jobs)
+    scores = (score_matched if options.match_versions else score_all)(rows, jobs=options.jobs)
     if options.out:
         write_csv(scores, options.out)
     if options.calibrate:

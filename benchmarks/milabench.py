@@ -29,7 +29,7 @@ def setup_of(row: Row) -> Setup:
         card=card_of(row),
         shape=shape_of(row),
         context_bytes=MILABENCH_CONTEXT_BYTES,
-        caveats=("T5's model code of that time differs (recorded with 4.48: within 0.2 %)",) if seq2seq else (),
+        caveats=("T5's model code of that time differs",) if seq2seq else (),
         notes=("context taken from the H100",) if row.gpu != "H100" else (),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from rows import Row, whole
 from planner.config import TrainingConfig
 from planner.hardware import Card, find_card
 from planner.memory.polynomials import Shape
+from planner.recording.record import Recording
 from planner.workload import Workload
 
 MIB, GIB = 2**20, 2**30
@@ -41,8 +43,19 @@ class Setup:
     """So few rows share this structure that recording each at its own shape is less work than a fit."""
     use_cache: bool = True
     """As transformers' configurations have it; the Trainer turns it off with activation checkpointing."""
+    unrolled: Callable[[Recording], Recording] | None = None
+    """Makes the whole run from a recording of its beginning, where the loop records no more than that."""
     caveats: tuple[str, ...] = ()
-    """What the model code or the loop of that time did otherwise."""
+    """What the model code of that time did otherwise: said unless it is that code that is recorded."""
+    remaining: tuple[str, ...] = ()
+    """What differs from what the source ran whatever model code is recorded."""
+    measured_from: int | None = None
+    """The iteration before which the script resets the peak and empties the cache; None where it doesn't."""
+    beside_checkpoint: Mapping[str, int] | None = None
+    """None unless the checkpoint passed over the card in fp32 (loading.py); then its tensors that the model's
+    parameters don't have: name to elements."""
+    torch_release: tuple[int, int] | None = None
+    """The source's torch, where it did something that matters otherwise (recording.kernels.Target)."""
     notes: tuple[str, ...] = ()
     """What else was assumed."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import boundaries
 import fms
+import generation
 import guide
 import milabench
+import qwen
 import tables
 from reproduction import Setup, card_of
 from rows import Row
@@ -18,6 +21,9 @@ _FAMILIES: dict[str, ModuleType] = {
     "mila": milabench,
     "perf": guide,
     "fms": fms,
+    **dict.fromkeys(("t4", "litgpt", "litgptrt"), boundaries),
+    "qwen": qwen,
+    "swift": qwen,
 }
 
 
@@ -25,6 +31,8 @@ def setup_of(row: Row) -> Setup | str:
     """How to reproduce a row, or why it can't be."""
     if row.quality == "C":
         return "quality C: vague, or another framework"
+    if row.source == "qwen25":
+        return generation.setup_of(row)
     if row["kind"] != "train":
         return _inference_reason(row)
     if row.source not in _FAMILIES:
@@ -42,15 +50,10 @@ def _inference_reason(row: Row) -> str:
 
 _REASONS = {
     "liger": "a single fused or plain kernel, no model",
-    "litgpt": "LitGPT's own model code",
-    "litgptrt": "LitGPT's own model code",
     "peft": "reserved above the start, at the longest batch of a data set that isn't here",
-    "swift": "remote-code models, and lengths that depend on data",
-    "qwen": "remote-code model, and how memory was read is not stated",
     "fsdpq": "sharded over two cards",
     "tune": "torchtune's own model code",
     "ao": "torchtune's own model code; batch and length not stated",
     "galore": "another optimizer (GaLore)",
     "stasml": "speed only: the memory boundary isn't one",
-    "t4": "int8 and nf4 LoRA of unstated rank, prepared by library versions of 2023",
 }

@@ -20,7 +20,7 @@ TABLES = {
     "albert": ("albert-base-v1", _MASKED),
     "electra": ("google/electra-base-generator", _MASKED),
 }
-_GPT2 = "GPT-2's model code of that time differs (fused cache, causal masks; that these explain it is not shown)"
+_GPT2 = "GPT-2's model code of that time differs"
 _OF_THAT_TIME = {
     ("opt350", "eager"): "OPT of that time copied queries, keys and values, and made its softmax in fp32",
     ("opt350", "sdpa"): "OPT of that time copied queries, keys, values and the attention's output",
@@ -30,8 +30,20 @@ _OF_THAT_TIME = {
 _ASSUMED = {
     "albert": "checkpoint assumed (the table is nearer to another one, without attention dropout)",
     "electra": "checkpoint assumed",
-    "bert": "head assumed",
+    "bert": "BertForMaskedLM, for the BertLMHeadModel of huggingface/transformers#28802: the same layers",
 }
+_BESIDE_CHECKPOINT: dict[str, dict[str, int]] = {
+    "bert": {
+        "bert.pooler.dense.bias": 768,
+        "bert.pooler.dense.weight": 768 * 768,
+        "cls.seq_relationship.bias": 2,
+        "cls.seq_relationship.weight": 2 * 768,
+    },
+    "distilbert": {},
+    "gpt2l": {f"transformer.h.{layer}.attn.bias": 1024 * 1024 for layer in range(36)},
+}
+"""Of the checkpoints that safetensors loads: what they hold beside the model's parameters (BERT's pooler and next
+sentence head, GPT-2's causal masks). OPT's is in torch's own format."""
 
 
 def setup_of(row: Row) -> Setup:
@@ -47,5 +59,7 @@ def setup_of(row: Row) -> Setup:
         card=card_of(row),
         shape=shape_of(row),
         caveats=known(_OF_THAT_TIME.get((row.source, attention))),
+        measured_from=1,
+        beside_checkpoint=_BESIDE_CHECKPOINT.get(row.source),
         notes=known(_ASSUMED.get(row.source)),
     )

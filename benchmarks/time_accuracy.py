@@ -5,7 +5,8 @@
 MEASUREMENTS.csv has the format of ground_truth/measurements.csv. Every row whose run can be recorded and whose speed
 is known is predicted from its card's specifications. Absolute speed holds on one machine alone, so the summary shows
 ratios too: over all pairs of rows of one source on one card, by how much the predicted ratio of their times is off,
-and how often the faster of two that differ by more than a tenth is predicted to be the faster.
+and how often the faster of two that differ by more than a tenth is predicted to be the faster. It ends with both
+figures for each source in REPORTED and for all of these together, which also end the CSV (status ``ratios``).
 
 ``--calibrate`` fits the values of profiles/timing.json that are marked calibrated to the sources in
 CALIBRATION_SOURCES and writes them there; the other sources are held out. The first run records every model, which
@@ -27,6 +28,8 @@ from pathlib import Path
 import numpy as np
 from ground_truth import Row, Run, Skipped, load_rows, run_for
 from numpy.typing import NDArray
+from qwen import for_time
+from reproduction import Setup
 from rows import whole
 from scipy.optimize import least_squares
 
@@ -40,6 +43,8 @@ Amounts = NDArray[np.int64]
 
 CALIBRATION_SOURCES = ("perf", "mila", "bert", "distilbert", "gpt2l", "opt350")
 """Six cards from V100 to H200, fp32, tf32, fp16 and fp16-amp, eager and fused attention."""
+REPORTED = ("perf", "mila", "fms", "opt350", "gpt2l", "swift", "qwen")
+"""Sources whose ratios are stated in the end, each and together."""
 PROFILE = Path(__file__).resolve().parent.parent / "profiles" / "timing.json"
 FITTED = (
     "matmul_fp32_fraction",
@@ -54,12 +59,14 @@ CLEARLY_DIFFERENT = 0.1
 
 COLUMNS = (
     *("id", "source", "card", "micro_batch", "seq_len", "predicted_s", "measured_s", "error"),
-    *("calibrated", "status", "reason"),
+    *("calibrated", "status", "reason", "pairs", "ratio_error", "clear_pairs", "ordered"),
 )
 
 _MULTI_TENSOR = {
     "torch.optim.Adam (foreach default)": "adamw_foreach",
     "adamw_torch (HF default)": "adamw_foreach",
+    "adamw_torch": "adamw_foreach",
+    "": "adamw_foreach",  # ms-swift doesn't say: its default is the Trainer's adamw_torch
     "bnb Adam8bit": "adamw_8bit",
 }
 """Optimizers of the sources that the planner has a formula for; the others' recorded operators are timed."""
@@ -108,9 +115,10 @@ class Case:
             return self.run.card
 
     @property
-    def group(self) -> tuple[str, str]:
-        """Rows whose times can be compared."""
-        return self.row.source, self.card.name
+    def group(self) -> tuple[str, str, str]:
+        """Rows whose times can be compared: of one source and card, and of one bound where lengths are in the data."""
+        bound = self.row["seq_len"]
+        return self.row.source, self.card.name, "" if bound.isdecimal() else bound
 
     @cached_property
     def _parts(self) -> tuple[list[Op], list[Op]]:
@@ -173,7 +181,7 @@ def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[Skipped]]:
     for row in rows:
         if row.throughput is None:
             continue
-        run = run_for(row)
+        run = run_for(for_time(row))
         if isinstance(run, Skipped):
             skipped.append(run)
         elif row["throughput_unit"] not in _SECONDS:
@@ -185,6 +193,7 @@ def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[Skipped]]:
 
 _SECONDS: dict[str, Callable[[float, Run], float]] = {
     "s/batch": lambda value, run: value,
+    "s/it (per optimizer step of 8 micro-batches)": lambda value, run: value,
     "samples/s": lambda value, run: run.sequences / value,
     "tokens/s": lambda value, run: run.tokens / value,
 }
@@ -229,12 +238,12 @@ def write_profile(reached: Achievable, cases: Sequence[Case]) -> None:
         "rows": len(used),
         "median_absolute_log_error": round(float(np.median(np.abs(log_errors(used, reached)))), 4),
         "sources": {
-            f"{source} on {card}": {
+            " ".join(filter(None, (source, "on", card, bound))): {
                 "ids": [case.row.id for case in group],
                 "mean_log_error": round(float(log_errors(group, reached).mean()), 4),
                 "standard_deviation": round(float(log_errors(group, reached).std()), 4),
             }
-            for (source, card), group in grouped(used)
+            for (source, card, bound), group in grouped(used)
         },
     }
     PROFILE.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -243,16 +252,16 @@ def write_profile(reached: Achievable, cases: Sequence[Case]) -> None:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def grouped(cases: Iterable[Case]) -> list[tuple[tuple[str, str], list[Case]]]:
-    """Cases by source and card, in their order."""
-    groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+def grouped(cases: Iterable[Case]) -> list[tuple[tuple[str, str, str], list[Case]]]:
+    """Cases that can be compared, in their order."""
+    groups: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.group].append(case)
     return list(groups.items())
 
 
 def write_csv(path: Path, cases: Sequence[Case], skipped: Sequence[Skipped], reached: Achievable) -> None:
-    """One row for each speed in the file."""
+    """One row for each speed in the file, then one for each reported source and one for all of them."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
@@ -267,52 +276,97 @@ def write_csv(path: Path, cases: Sequence[Case], skipped: Sequence[Skipped], rea
                     "error": f"{predicted_s / case.measured_s - 1:.4f}",
                     "calibrated": "yes" if case.used_for_calibration else "held out",
                     "status": "predicted",
-                    "reason": "; ".join(case.run.setup.caveats),
+                    "reason": "; ".join(_assumptions(case.run.setup)),
                 }
             )
         writer.writerows({**_identity(s.row), "status": "skipped", "reason": s.reason} for s in skipped)
+        for title, group in reported(cases):
+            ratios = Ratios.of(group, reached)
+            writer.writerow({"id": title, "source": title, "status": "ratios", **ratios.columns()})
+
+
+def _assumptions(setup: Setup) -> tuple[str, ...]:
+    return *setup.caveats, *setup.remaining, *setup.notes
 
 
 def _identity(row: Row) -> dict[str, object]:
     return {"id": row.id, "source": row.source, "micro_batch": row.micro_batch, "seq_len": row.seq_len}
 
 
-def ratio_errors(cases: Sequence[Case], reached: Achievable) -> tuple[list[float], list[bool]]:
-    """For all pairs of one source and card: relative error of the ratio of their times; and for those that clearly
-    differ, whether the faster is predicted to be the faster."""
-    errors: list[float] = []
-    ordered: list[bool] = []
-    for _, group in grouped(cases):
-        predicted = [case.predicted_s(reached) for case in group]
-        for i, j in combinations(range(len(group)), 2):
-            measured = group[i].measured_s / group[j].measured_s
-            errors.append(abs(predicted[i] / predicted[j] / measured - 1))
-            if max(measured, 1 / measured) > 1 + CLEARLY_DIFFERENT:
-                ordered.append((predicted[i] > predicted[j]) == (measured > 1))
-    return errors, ordered
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """What became of pairs of comparable rows."""
+
+    errors: tuple[float, ...]
+    """Of each pair, relative and absolute: by how much the ratio of their times is off."""
+    ordered: tuple[bool, ...]
+    """Of each pair that clearly differs: whether the faster is predicted to be the faster."""
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], reached: Achievable) -> Ratios:
+        """All pairs of each group."""
+        times = [[(case.predicted_s(reached), case.measured_s) for case in group] for _, group in grouped(cases)]
+        return cls.of_times(times)
+
+    @classmethod
+    def of_times(cls, groups: Iterable[Sequence[tuple[float, float]]]) -> Ratios:
+        """From ``(predicted, measured)`` of the rows of each group."""
+        errors: list[float] = []
+        ordered: list[bool] = []
+        for group in groups:
+            for (predicted, measured), (other_predicted, other_measured) in combinations(group, 2):
+                ratio = measured / other_measured
+                errors.append(abs(predicted / other_predicted / ratio - 1))
+                if max(ratio, 1 / ratio) > 1 + CLEARLY_DIFFERENT:
+                    ordered.append((predicted > other_predicted) == (ratio > 1))
+        return cls(errors=tuple(errors), ordered=tuple(ordered))
+
+    def columns(self) -> dict[str, object]:
+        """For the CSV."""
+        return {
+            "pairs": len(self.errors),
+            "ratio_error": f"{np.median(self.errors):.4f}" if self.errors else "",
+            "clear_pairs": len(self.ordered),
+            "ordered": f"{np.mean(self.ordered):.4f}" if self.ordered else "",
+        }
+
+    def __str__(self) -> str:
+        """Median error and share in order, in the summary's columns."""
+        ratio = f"{np.median(self.errors):8.1%}" if self.errors else f"{'':8}"
+        return ratio + (f"{np.mean(self.ordered):9.1%}" if self.ordered else f"{'':9}")
+
+
+def reported(cases: Sequence[Case]) -> list[tuple[str, list[Case]]]:
+    """The cases of each reported source, then those of all."""
+    groups = [(source, [case for case in cases if case.row.source == source]) for source in REPORTED]
+    groups = [(source, group) for source, group in groups if group]
+    return [*groups, ("all reported", [case for _, group in groups for case in group])]
 
 
 def summary(cases: Sequence[Case], skipped: int, reached: Achievable) -> Iterator[str]:
-    """A table by source and card, then calibrated and held-out rows as wholes."""
-    yield f"{'source on card':<36}{'rows':>5}{'|error|':>9}{'bias':>8}{'ratio':>8}{'ordered':>9}"
-    for (source, card), group in grouped(cases):
-        yield _line(f"{source} on {card}", group, reached)
+    """A table by source and card, calibrated and held-out rows as wholes, and the ratios of the reported sources."""
+    yield f"{'source on card':<44}{'rows':>5}{'|error|':>9}{'bias':>8}{'ratio':>8}{'ordered':>9}"
+    for (source, card, bound), group in grouped(cases):
+        yield _line(f"{source} on {card} {bound}", group, reached)
     for title, group in (
-        ("calibrated", [case for case in cases if case.used_for_calibration]),
-        ("held out", [case for case in cases if not case.used_for_calibration]),
+        ("all calibrated", [case for case in cases if case.used_for_calibration]),
+        ("all held out", [case for case in cases if not case.used_for_calibration]),
     ):
         if group:
-            yield _line(f"all {title}", group, reached)
+            yield _line(title, group, reached)
     yield f"{skipped} further rows state a speed and were not predicted; the CSV says why"
+    yield ""
+    yield f"ratios of times, {'all pairs that can be compared':<36}{'pairs':>8}{'ratio':>9}{'ordered':>9}"
+    for title, group in reported(cases):
+        ratios = Ratios.of(group, reached)
+        yield f"{title:<53}{len(ratios.errors):>8} {ratios}"
 
 
 def _line(title: str, cases: Sequence[Case], reached: Achievable) -> str:
     """Median absolute error, median error, median error of ratios, share of clearly different pairs in order."""
     errors = np.expm1(log_errors(cases, reached))
-    ratios, ordered = ratio_errors(cases, reached)
-    ratio = f"{np.median(ratios):8.1%}" if ratios else f"{'':8}"
-    share = f"{np.mean(ordered):9.1%}" if ordered else f"{'':9}"
-    return f"{title:<36}{len(cases):>5}{np.median(np.abs(errors)):9.1%}{np.median(errors):+8.1%}{ratio}{share}"
+    middle, bias = np.median(np.abs(errors)), np.median(errors)
+    return f"{title:<44}{len(cases):>5}{middle:9.1%}{bias:+8.1%}{Ratios.of(cases, reached)}"
 
 
 if __name__ == "__main__":

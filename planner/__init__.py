@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.errors import InputError, NothingFitsError, PlannerError, RecordingError, TrialError
     from planner.plans import Plan
     from planner.request import PlanRequest
+    from planner.snapshots import save_snapshot
 
 _HOMES = {
     "plan": "api",
@@ -25,6 +26,7 @@ _HOMES = {
     "PlanRequest": "request",
     "TrainingConfig": "config",
     "LoraSettings": "config",
+    "save_snapshot": "snapshots",
     "PlannerError": "errors",
     "InputError": "errors",
     "NothingFitsError": "errors",
@@ -45,6 +47,7 @@ __all__ = [
     "TrialError",
     "estimate",
     "plan",
+    "save_snapshot",
 ]
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from planner.allocator_settings import parse_allocator, reason_for
 from planner.budget import Memory
 from planner.cache import library_versions
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
 from planner.hardware import Card, ceiling_bytes, find_card, typical_card
+from planner.lengths import Lengths, given_lengths, read_counts
 from planner.levers import Context
 from planner.models import ModelSpec, default_seq_len, resolve_model
 from planner.plans import Plan, Reason
@@ -18,11 +20,14 @@ from planner.report import alternatives_of, lever_rows, memory_rows, reasons_of,
 from planner.request import PlanRequest, make_request
 from planner.search import SearchResult, search
 from planner.simulation import Simulator
-from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, make_space, rungs
+from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, has_last_resort, make_space, rungs
 from planner.timing import Time
 from planner.unfitting import nothing_fits
+from planner.whole_run import epoch_reason, whole_run
 from planner.workload import TRAINABLE_TASKS, Workload
 
+PIECES_TASKS = ("causal-lm", "masked-lm")
+"""Tasks whose script makes several samples of a text that is too long."""
 DEFAULT_TARGET_SEQ_LEN = 128
 """Target tokens of a sequence-to-sequence task when the request doesn't say: a summary's usual length."""
 
@@ -74,17 +79,17 @@ def plan(**arguments: Any) -> Plan:
     best = result.best
     if best is None:
         raise nothing_fits(question.request, question.simulator, space, result)
-    assert best.memory is not None and best.time is not None
+    assert best.run is not None and best.time is not None
     return Plan(
         request=request,
         hardware=question.card.as_dict(),
         workload=_describe(question, best.config),
         config=best.config,
-        peak=best.memory,
+        peak=best.run,
         time=best.time,
         reasons=[
             *question.reasons,
-            *_outside(question, best.config, best.memory),
+            *_outside(question, best.config, best.run),
             *reasons_of(best.config, request, space, result),
         ],
         alternatives=alternatives_of(best, result),
@@ -107,6 +112,7 @@ def estimate(
     offload: str = "none",
     optimizer: str = "adamw_fused",
     attention: str = "sdpa",
+    loss: str = "standard",
     method: str = "full",
     lora: LoraSettings | None = None,
     **others: Any,
@@ -121,6 +127,7 @@ def estimate(
         "offload": offload,
         "optimizer": optimizer,
         "attention": attention,
+        "loss": loss,
     }
     count = micro_batch_size * gradient_accumulation_steps
     request = make_request(model=model, vram=vram, seq_len=seq_len, batch_size=count, method=method, **chosen, **others)
@@ -131,10 +138,16 @@ def estimate(
     )
     if lora is not None:
         config = config.model_copy(update={"lora": lora})
-    return Estimate(config=config, memory=question.simulator.memory(config), time=question.simulator.time(config))
+    memory = whole_run(question.simulator, config, epoch=False)
+    return Estimate(config=config, memory=memory, time=question.simulator.time(config))
 
 
 # -- looking names up ----------------------------------------------------------------------------------------------
+
+
+def simulator_of(request: PlanRequest) -> Simulator:
+    """What answers for a request's model and card. Raises InputError for names that aren't known."""
+    return _look_up(request).simulator
 
 
 def _look_up(request: PlanRequest) -> Question:
@@ -144,6 +157,7 @@ def _look_up(request: PlanRequest) -> Question:
         problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
     )
     found = _or_problems(problems, lambda: _card(request))
+    counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
     if spec is not None:
         problems += _shape_problems(request, spec)
     if problems or spec is None or found is None:
@@ -159,8 +173,15 @@ def _look_up(request: PlanRequest) -> Question:
         headroom_bytes=request.headroom_bytes,
         host_ram_bytes=request.host_ram_bytes,
         risk=request.risk,
+        allocator=parse_allocator(request.allocator),
+        lengths=_lengths(counts, task, seq_len),
+        seed=request.seed,
     )
     return Question(request=request, card=card, seq_len=seq_len, simulator=simulator, reasons=[*reasons, *more])
+
+
+def _lengths(counts: list[int] | None, task: str, seq_len: int) -> Lengths | None:
+    return None if counts is None else given_lengths(counts, seq_len=seq_len, pieces=task in PIECES_TASKS)
 
 
 def _or_problems(problems: list[Problem], look_up: Any) -> Any:
@@ -217,20 +238,33 @@ def _workload(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[Workloa
 
 
 def _search_ladder(question: Question) -> tuple[Space, SearchResult]:
-    """Search each rung of the method ladder until something fits; all rungs' trials are kept."""
+    """Search each rung of the method ladder until something fits; all rungs' trials are kept.
+
+    Before a rung is given up, the levers' last resorts are tried: they change no result, and cost much time.
+    """
     request = question.request
     everything = SearchResult()
+    options: dict[str, Any] = {"trials": request.trials, "timeout_s": request.timeout, "seed": request.seed}
     for method in rungs(request.method):
         space = _space(question, method)
-        found = search(space, question.simulator, trials=request.trials, timeout_s=request.timeout, seed=request.seed)
-        everything.trials += found.trials
-        if found.best is not None:
-            break
+        for last_resort in (False, True) if has_last_resort(request, space.context) else (False,):
+            space = make_space(request, space.context, question.seq_len, last_resort=last_resort)
+            found = search(space, question.simulator, **options)
+            found.settle(question.simulator)
+            everything.trials += found.trials
+            if found.best is not None:
+                return space, everything
     return space, everything
 
 
+def _names(words: tuple[str, ...] | None) -> bool:
+    """Whether a request names a value that has to be tried on the model: only then is it worth the time."""
+    return words is not None and bool({"fused-linear", "flash2"} & set(words))
+
+
 def _space(question: Question, method: str) -> Space:
-    effective, _ = effective_batch_size(question.request, question.seq_len)
+    request = question.request
+    effective, _ = effective_batch_size(request, question.seq_len)
     facts = question.simulator.facts
     context = Context(
         spec=question.simulator.workload.spec,
@@ -241,15 +275,25 @@ def _space(question: Question, method: str) -> Space:
         layers=facts.layers,
         supports_sdpa=facts.supports_sdpa,
         supports_checkpointing=facts.supports_checkpointing,
+        fused_loss_obstacle=question.simulator.recordings.fused_loss_obstacle if _names(request.loss) else "",
+        flash2_obstacle=question.simulator.recordings.flash2_obstacle if _names(request.attention) else "",
     )
     return make_space(question.request, context, question.seq_len)
 
 
 def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iterator[Reason]:
-    """Why context and margin are what they are."""
+    """Why context, margin and the allocator's settings are what they are."""
     yield Reason(field="context_bytes", value=memory.context_bytes, reason=question.simulator.context_reason)
     margin = question.simulator.budget.margin(config)
     yield Reason(field="margin_bytes", value=memory.margin_bytes, reason=margin.reason)
+    lengths = question.request.lengths or "assumed"
+    yield Reason(field="lengths", value=lengths, reason=epoch_reason(question.simulator, config))
+    if host_bytes := question.simulator.host_bytes(config):
+        what = f"for offload {config.offload}" if config.offload != "none" else f"for {config.optimizer}'s pages"
+        reason = f"host memory {what}, where pinned tensors are rounded up to powers of two; the process comes on top"
+        yield Reason(field="host_bytes", value=host_bytes, reason=reason)
+    allocator = question.request.allocator
+    yield Reason(field="allocator", value=allocator, reason=reason_for(parse_allocator(allocator)))
 
 
 def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:

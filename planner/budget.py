@@ -32,8 +32,10 @@ class Memory:
     breakdown: Mapping[str, int]
     """Allocated bytes at the peak by parameters, gradients, optimizer, activations, temporaries, workspace;
     empty where the other figures are a lower bound that was over the ceiling."""
-    phases: Mapping[str, int] = field(default_factory=dict)
-    """Reserved bytes at most in each phase of a run: load, first_step, steady_step, evaluate, resume."""
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """``peak_allocated_bytes`` and ``peak_reserved_bytes`` of each phase of a run: load, first_step, steady_step,
+    evaluate, resume, and epoch: many steps over batches of different lengths. Empty where only two steps at one shape
+    were looked at."""
 
     @property
     def fits(self) -> bool:
@@ -70,7 +72,7 @@ class Budget:
         allocated_bytes: int,
         reserved_bytes: int,
         breakdown: Mapping[str, int],
-        phases: Mapping[str, int] | None = None,
+        phases: Mapping[str, Mapping[str, int]] | None = None,
     ) -> Memory:
         """Add what lies outside the allocator."""
         held = reserved_bytes + self.context_bytes

@@ -47,17 +47,28 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("seq_len", "TOKENS", "Longest sequence.  [default: chosen for the model]"),
     ("target_seq_len", "TOKENS", "Longest target sequence of a sequence-to-sequence task."),
     ("num_labels", "N", "Labels of a classification task.  [default: 2]"),
+    ("lengths", "FILE", "Lengths of the data's texts: one token count a line.  [default: assumed, see the plan]"),
     ("batch_size", "N", "Effective batch: sequences for each optimizer step."),
     ("batch_tokens", "TOKENS", "Effective batch in tokens; instead of --batch-size."),
-    ("precision", "WORDS", "Restrict to some of fp32, tf32, fp16-amp, bf16-amp, bf16."),
+    ("precision", "WORDS", "Restrict to some of fp32, tf32, fp16-amp, bf16-amp, bf16, bf16-master."),
     ("checkpointing", "WORDS", "Restrict to some of none, full, every-2, every-4, ..."),
-    ("offload", "WORDS", "Restrict to some of none, optimizer."),
-    ("quantization", "WORDS", "Restrict to some of none, nf4."),
-    ("optimizer", "WORDS", "Restrict to some of adamw_fused, adamw_foreach, adamw_8bit, adafactor, sgd."),
-    ("attention", "WORDS", "Restrict to some of eager, sdpa."),
+    ("offload", "WORDS", "Restrict to some of none, optimizer, parameters, activations."),
+    ("quantization", "WORDS", "Restrict to some of none, int8, nf4."),
+    (
+        "optimizer",
+        "WORDS",
+        "Restrict to some of adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adafactor, sgd.",
+    ),
+    ("attention", "WORDS", "Restrict to some of eager, sdpa, flash2."),
+    ("loss", "WORDS", "Restrict to some of standard, fused-linear.  [default: standard]"),
     ("headroom", "SIZE", "Memory to keep free for other uses of the card, such as 500MB.  [default: 0]"),
     ("risk", "P", "Probability, at most, that a run needs more than planned.  [default: 0.01]"),
     ("host_ram", "SIZE", "Host memory that offloading may fill.  [default: what this machine has]"),
+    (
+        "allocator",
+        "SETTINGS",
+        "PyTorch's allocator settings, as in PYTORCH_CUDA_ALLOC_CONF.  [default: expandable_segments:True]",
+    ),
     ("trials", "N", "Configurations to look at, at most.  [default: as many as the search needs]"),
     ("timeout", "SECONDS", "Time that the search may take.  [default: no limit]"),
     ("seed", "N", "Seed of the search and of the emitted script.  [default: 0]"),
@@ -75,6 +86,7 @@ def _options() -> list[click.Parameter]:
         *options,
         click.Option(["--trust-remote-code"], is_flag=True, help="Let the model's own code run here."),
         click.Option(["--out"], metavar="DIR", help="The plan's folder.  [default: plans/MODEL-VRAM]"),
+        click.Option(["--snapshot"], metavar="FILE", help="Also write the simulated run, for pytorch.org/memory_viz."),
         click.Option(["as_json", "--json"], is_flag=True, help="Print plan.json instead of the report."),
         click.Option(["--quiet"], is_flag=True, help="Print only the folder's path."),
     ]
@@ -85,24 +97,26 @@ def flag(argument: str) -> str:
     return f"--{argument.replace('_', '-')}"
 
 
-def _make_plan(out: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Plan the fastest training of a model in the GPU memory you have, with no GPU at hand.
 
     Writes a folder with the plan and a script that trains. WORDS are separated by commas.
 
     Exit codes: 0 a plan was made; 2 bad input; 3 nothing fits; 4 a trial or a device failed; 130 interrupted.
     """
-    request = _request(options, out)
+    request = _request(options, out, snapshot)
     folder = Path(out) if out else default_folder(request)
     # a library that loads later may not write between the report's lines
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from planner import plan
+    from planner import plan, save_snapshot
 
     result = plan(**dict(request))
     try:
         result.save(folder)
     except OSError as error:
         raise InputError([_cannot_write(str(folder), error.strerror or str(error))]) from error
+    if snapshot is not None:
+        save_snapshot(result, snapshot)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2, allow_nan=False))
     elif quiet:
@@ -111,6 +125,8 @@ def _make_plan(out: str | None, as_json: bool, quiet: bool, **options: Any) -> N
         from planner.render import render
 
         render(result, folder)
+        if snapshot is not None:
+            click.echo(f"Snapshot of the simulated run, to open at pytorch.org/memory_viz: {snapshot}")
 
 
 command = click.Command(
@@ -123,12 +139,12 @@ command = click.Command(
 click.version_option(package_name="vramplan", prog_name="vramplan")(command)
 
 
-def _request(options: dict[str, Any], out: str | None) -> PlanRequest:
-    """The request, or InputError with its problems and the output folder's."""
+def _request(options: dict[str, Any], out: str | None, snapshot: str | None = None) -> PlanRequest:
+    """The request, or InputError with its problems and those of what is to be written."""
     from planner.request import make_request
 
     given = {name: ",".join(v) if isinstance(v, tuple) else v for name, v in options.items() if v not in (None, ())}
-    problems = _folder_problems(out)
+    problems = [*_folder_problems(out), *_snapshot_problems(snapshot)]
     try:
         request = make_request(**given)
     except InputError as error:
@@ -164,13 +180,29 @@ def _obstacle(out: str) -> str:
             # A plan's folder is replaced whole: never somebody's other files.
             foreign = any(folder.iterdir()) and not (folder / "plan.json").is_file()
             return "it holds files that are no plan's" if foreign else ""
-        if folder.exists():
-            return "that is no folder"
-        parent = next(p for p in folder.absolute().parents if p.exists())
-        writable = parent.is_dir() and os.access(parent, os.W_OK)
-        return "" if writable else f"{parent} cannot be written to"
+        return "that is no folder" if folder.exists() else _obstacle_above(folder)
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
+
+
+def _obstacle_above(path: Path) -> str:
+    """Why nothing can be made there; "" where nothing is in the way. Raises OSError and ValueError."""
+    parent = next(p for p in path.absolute().parents if p.exists())
+    writable = parent.is_dir() and os.access(parent, os.W_OK)
+    return "" if writable else f"{parent} cannot be written to"
+
+
+def _snapshot_problems(snapshot: str | None) -> list[Problem]:
+    """What is in the way of the snapshot's file."""
+    if snapshot is None:
+        return []
+    try:
+        path = Path(snapshot)
+        why = "it is empty" if not snapshot.strip() else "that is a folder" if path.is_dir() else _obstacle_above(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    message = f"got {snapshot!r}; accepted: a file that can be written; {why}"
+    return [Problem(argument="snapshot", message=message)] if why else []
 
 
 def _cannot_write(out: str, why: str) -> Problem:

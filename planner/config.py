@@ -6,13 +6,14 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Precision = Literal["fp32", "tf32", "fp16-amp", "bf16-amp", "bf16"]
+Precision = Literal["fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "bf16-master"]
 Checkpointing = str
 """``none``, ``full`` (every layer) or ``every-N`` (layers 0, N, 2N, ...)."""
-Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_8bit", "adafactor", "sgd"]
-Attention = Literal["eager", "sdpa"]
-Offload = Literal["none", "optimizer"]
-Quantization = Literal["none", "nf4"]
+Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"]
+Attention = Literal["eager", "sdpa", "flash2"]
+Loss = Literal["standard", "fused-linear"]
+Offload = Literal["none", "optimizer", "parameters", "activations"]
+Quantization = Literal["none", "int8", "nf4"]
 Method = Literal["full", "lora", "qlora"]
 Task = Literal[
     "sequence-classification",
@@ -25,6 +26,7 @@ Task = Literal[
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
+LOSSES: tuple[str, ...] = get_args(Loss)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 METHODS: tuple[str, ...] = get_args(Method)
@@ -62,7 +64,7 @@ class TrainingConfig(_Frozen):
     effective_batch_size: int = Field(ge=1)
     """Sequences for each optimizer step: micro-batch times accumulation (times devices)."""
     precision: Precision
-    """Arithmetic: fp32, tf32 matmuls, autocast to fp16 or bf16 over fp32 weights, or weights in bf16."""
+    """Arithmetic: fp32, tf32 matmuls, autocast to fp16 or bf16, weights in bf16 (-master: and fp32 copies of them)."""
     checkpointing: Checkpointing = "none"
     """Activation checkpointing: none, full, or every-N layers."""
     offload: Offload = "none"
@@ -73,6 +75,8 @@ class TrainingConfig(_Frozen):
     """The optimizer and its implementation."""
     attention: Attention = "sdpa"
     """The attention implementation that transformers is asked for."""
+    loss: Loss = "standard"
+    """Over all logits at once, or fused with the output layer."""
     method: Method = "full"
     """Which parameters are trained."""
     lora: LoraSettings | None = None

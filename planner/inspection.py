@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +49,32 @@ def inspect_model(workload: Workload) -> ModelFacts:
         supports_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
     )
+
+
+def fused_loss_obstacle(workload: Workload) -> str:
+    """Why the loss can't take over the model's output layer, one clause; empty where it can."""
+    if workload.task.endswith("classification"):
+        return "a classification head has few labels, so its logits are small"
+    from planner.levers.fused_loss import obstacle
+
+    return obstacle(*_tried(workload, attention="eager"))
+
+
+def flash2_obstacle(workload: Workload) -> str:
+    """Why the model can't run on the flash_attn package, one clause; empty where it can."""
+    if workload.spec.config.get("is_encoder_decoder"):
+        return "transformers takes the padding of a decoder's queries from the encoder's mask"
+    from planner.recording import flash_attention
+
+    model, inputs = _tried(workload, attention="flash2")
+    if not getattr(model, "_supports_flash_attn", False):
+        return "transformers has no flash attention for it"
+    return "" if flash_attention.is_used_by(model, inputs) else "its code chooses its attention in another way"
+
+
+def _tried(workload: Workload, *, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model and inputs to look at what its forward pass does."""
+    import torch
+
+    model = workload.build_model(attention=attention, dtype=torch.float32).eval()
+    return model, {name: tensor for name, tensor in workload.make_batch(1, 8).items() if name != "labels"}

@@ -151,7 +151,8 @@ class Plan:
         """
         from planner.emit.trainer import training_arguments
 
-        return training_arguments(self.config, output_dir=output_dir, seed=self.request.seed, **changes)
+        task = self.workload["task"]
+        return training_arguments(self.config, task=task, output_dir=output_dir, seed=self.request.seed, **changes)
 
     def to_accelerator(self, **changes: Any) -> accelerate.Accelerator:
         """An ``accelerate.Accelerator`` with the plan's precision; ``changes`` override single arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from planner import cache
 from planner.config import TrainingConfig
 from planner.hardware import Card
-from planner.inspection import ModelFacts, inspect_model
+from planner.inspection import ModelFacts, flash2_obstacle, fused_loss_obstacle, inspect_model
+from planner.levers.offload import IN_THE_PASS
+from planner.levers.precision import has_masters
 from planner.memory.model import StepModel, Variant, agrees, fit_step
 from planner.memory.polynomials import NotPolynomialError, Shape
 from planner.recording.record import Recording
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 
 Structure = dict[str, Any]
 """The fields of a configuration that decide which events its step has."""
-_SAME_MEMORY = {"tf32": "fp32"}
-"""Precisions that record like another."""
+_SAME_MEMORY = {"tf32": "fp32", "bf16-master": "bf16"}
+"""Precisions whose step records like another's."""
 
 
 class Recordings:
@@ -43,6 +46,16 @@ class Recordings:
         """What the model is."""
         return cache.remembered("facts", self._workload_key, lambda: inspect_model(self.workload))
 
+    @cached_property
+    def fused_loss_obstacle(self) -> str:
+        """Why the loss can't take over the model's output layer; empty where it can."""
+        return cache.remembered("fused-loss", self._workload_key, lambda: fused_loss_obstacle(self.workload))
+
+    @cached_property
+    def flash2_obstacle(self) -> str:
+        """Why the model can't run on the flash_attn package; empty where it can."""
+        return cache.remembered("flash2", self._workload_key, lambda: flash2_obstacle(self.workload))
+
     def trainable_parameters(self, config: TrainingConfig) -> int:
         """Number of parameters that get gradients."""
         if config.method == "full":
@@ -57,15 +70,17 @@ class Recordings:
     def structure(self, config: TrainingConfig) -> Structure:
         """The fields that decide which events a step has; configurations that share them share recordings."""
         precision = _SAME_MEMORY.get(config.precision, config.precision)
-        if precision == "fp16-amp" and self.card.supports_bf16 and config.attention == "sdpa":
+        if precision == "fp16-amp" and self.card.supports_bf16 and config.attention in ("sdpa", "flash2"):
             precision = "bf16-amp"  # two bytes either way, and the same kernels
         return {
             "precision": precision,
             "checkpointing": config.checkpointing,
             "attention": config.attention,
+            "loss": config.loss,
             "quantization": config.quantization,
             "method": config.method,
             "lora": config.lora.model_dump() if config.lora else None,
+            "offload": config.offload if config.offload in IN_THE_PASS else "none",
         }
 
     def step_model(self, config: TrainingConfig, variant: Variant) -> StepModel | None:
@@ -92,6 +107,19 @@ class Recordings:
 
     def record(self, config: TrainingConfig, shape: Shape) -> Recording:
         """Record one shape, remembering whether the structure's layers repeat."""
+        return self._from_layers(config, lambda source: source.record(shape))
+
+    def evaluation(self, config: TrainingConfig, shape: Shape) -> Recording:
+        """A micro-batch of an evaluation at one shape."""
+        key = {**self.key(config), "shape": shape}
+
+        def record() -> Recording:
+            return self._from_layers(config, lambda source: source.record_evaluation(shape))
+
+        return cache.remembered("evaluations", key, record)
+
+    def _from_layers(self, config: TrainingConfig, record: Callable[[StepSource], Recording]) -> Recording:
+        """From the shallow model where its layers repeat, else from the whole one."""
         structure = self.structure(config)
         key = repr(structure)
         if key not in self._stacks:
@@ -99,22 +127,29 @@ class Recordings:
 
             self._stacks[key] = plan_stacks(self.workload, config, self.facts.stacks)
         try:
-            return self._source(config, structure, self._stacks[key]).record(shape)
+            return record(self._source(config, structure, self._stacks[key]))
         except NotRegularError:
             self._stacks[key] = ()
-            return self._source(config, structure).record(shape)
+            return record(self._source(config, structure))
 
     def update(self, config: TrainingConfig) -> Recording:
         """Clip and update, the first time and later."""
         structure = self.structure(config)
         # which parameters are trained, and in what type, doesn't depend on recomputation, attention or autocast
-        weights = "bf16" if config.precision == "bf16" else "fp32"  # adapters are fp32 on any base
-        key = {**_trained(structure), "weights": weights, "optimizer": config.optimizer, "offload": config.offload}
+        weights = "bf16" if structure["precision"] == "bf16" else "fp32"  # adapters are fp32 on any base
+        masters = has_masters(config.precision, config.method)
+        key = {
+            **_trained(structure),
+            "weights": weights,
+            "masters": masters,
+            "optimizer": config.optimizer,
+            "offload": config.offload,
+        }
 
         def record() -> Recording:
             from planner.step import record_update
 
-            return record_update(self._source(config, structure), config.optimizer, config.offload)
+            return record_update(self._source(config, structure), config.optimizer, config.offload, masters=masters)
 
         return cache.remembered("updates", self._key(key), record)
 
@@ -132,6 +167,10 @@ class Recordings:
     @property
     def _workload_key(self) -> dict[str, Any]:
         return asdict(self.workload)
+
+    def key(self, config: TrainingConfig) -> dict[str, Any]:
+        """What all recordings of a configuration depend on."""
+        return self._key(self.structure(config))
 
     def _key(self, structure: Structure) -> dict[str, Any]:
         return {

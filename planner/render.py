@@ -20,6 +20,7 @@ PLAIN_WIDTH = 100
 """Columns of a report that goes to a file or a pipe."""
 ALTERNATIVES_SHOWN = 3
 BAR_CELLS = 24
+_PHASES = {"resume": "resume from a checkpoint", "epoch": "an epoch of different lengths"}
 
 
 class Printable(Protocol):
@@ -95,6 +96,7 @@ def _console() -> Console:
 def _sections(plan: Printable, console: Console) -> Iterator[tuple[str, Table]]:
     yield "Choice", _choice(plan)
     yield "Memory at the peak", _memory(plan.peak, "█" if console.encoding.startswith("utf") else "#")
+    yield "Memory by phase", phase_table(plan.peak)
     yield "Next best", _alternatives(plan)
     yield "What each lever would buy", _levers(plan.levers)
 
@@ -166,6 +168,15 @@ def _memory(memory: Any, block: str) -> Table:
     _row(table, "total", format_bytes(memory.total_bytes), f"{share:.1%}", bar)
     free = memory.ceiling_bytes - memory.total_bytes
     _row(table, "left under the ceiling", format_bytes(free), f"{1 - share:.1%}", "")
+    return table
+
+
+def phase_table(memory: Any) -> Table:
+    """What each phase of a run holds at most; the cache that earlier phases left counts as reserved."""
+    table = _table(("", False), ("allocated", True), ("reserved", True))
+    for name, peak in memory.phases.items():
+        sizes = (format_bytes(peak[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved"))
+        _row(table, _PHASES.get(name, _label(name)), *sizes)
     return table
 
 

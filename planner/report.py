@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.config import TrainingConfig
-from planner.levers import LEVERS
-from planner.levers.offload import conflict
+from planner.levers import LEVERS, conflict
 from planner.plans import MEMORY_COLUMNS, Reason
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
@@ -17,7 +16,9 @@ from planner.space import Space, effective_batch_size
 ALTERNATIVES = 3
 _SHOWN_UNASKED = ("adamw_8bit",)
 """Values that are not swept and that people ask for first; each costs a recording."""
-_STRUCTURE = ("method", "precision", "checkpointing", "attention", "quantization", "optimizer", "offload")
+_LARGE_VOCABULARY = 30_000
+"""Entries from which logits are large beside everything else that a token needs."""
+_STRUCTURE = ("method", "precision", "checkpointing", "attention", "loss", "quantization", "optimizer", "offload")
 _LENGTHS = tuple(2**n for n in range(5, 17))
 """Lengths of memory.csv, in tokens."""
 
@@ -36,6 +37,8 @@ def reasons_of(config: TrainingConfig, request: PlanRequest, space: Space, resul
         else:
             said = lever.explain(str(value), space.context)
             fastest = f"the fastest that fits of {', '.join(options)}: " if len(options) > 1 else ""
+            if getattr(request, lever.field, None) is None and lever.is_last_resort(str(value), space.context):
+                fastest = f"nothing fits without; {fastest}"
             yield Reason(field=lever.field, value=value, reason=fastest + said)
     yield Reason(
         field="gradient_accumulation_steps",
@@ -116,13 +119,20 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
             continue
         chosen = str(getattr(best.config, lever.field))
         for choice in lever.choices(space.context):
-            worth_a_look = choice.swept or choice.value in _SHOWN_UNASKED
+            worth_a_look = choice.swept or _is_shown(choice.value, simulator)
             changed = best.config.model_copy(update={lever.field: choice.value})
-            possible = choice.valid and not conflict(changed.offload, changed.optimizer)
-            possible = possible and simulator.host_shortage_bytes(changed) <= 0
-            if possible and worth_a_look and choice.value != chosen:
+            if not (choice.valid and worth_a_look) or choice.value == chosen or conflict(changed):
+                continue
+            if simulator.host_shortage_bytes(changed) <= 0:
                 rows.append(_lever_row(lever.field, choice.value, choice.reason, best, simulator))
     return rows
+
+
+def _is_shown(value: str, simulator: Simulator) -> bool:
+    """Whether a value that is not swept is worth a recording, to say what it would buy."""
+    if value == "fused-linear":
+        return simulator.facts.vocab_size >= _LARGE_VOCABULARY and not simulator.recordings.fused_loss_obstacle
+    return value in _SHOWN_UNASKED
 
 
 def _lever_row(field: str, value: str, reason: str, best: Trial, simulator: Simulator) -> dict[str, Any]:
@@ -148,7 +158,7 @@ def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
     # a lower bound that is over the ceiling is no prediction: the reason tells it
-    memory, time = trial.memory if trial.memory and trial.memory.breakdown else None, trial.time
+    memory, time = trial.known if trial.known and trial.known.breakdown else None, trial.time
     fields = trial.config.model_dump(mode="json")
     lora = fields.pop("lora")
     return {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from planner import config
+from planner.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSyntaxError, parse_allocator
 from planner.calibration import DEFAULT_RISK
 from planner.errors import InputError, Problem
 from planner.units import LARGEST_VRAM_BYTES, compact_bytes, parse_bytes, shown
@@ -61,8 +63,13 @@ def _one_of(words: tuple[str, ...]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _some_of(words: tuple[str, ...], pattern: str = "", example: str = "") -> BeforeValidator:
-    """A restriction of the sweep: words with commas between them, or a list of words."""
+def _some_of(
+    words: tuple[str, ...], pattern: str = "", example: str = "", impossible: Mapping[str, str] | None = None
+) -> BeforeValidator:
+    """A restriction of the sweep: words with commas between them, or a list of words.
+
+    ``impossible`` are words that people ask for and that cannot be had, with the reason.
+    """
     accepted = f"one or more of {', '.join((*words, example) if example else words)}, separated by commas"
 
     def known(word: str) -> bool:
@@ -75,8 +82,10 @@ def _some_of(words: tuple[str, ...], pattern: str = "", example: str = "") -> Be
         got = tuple(dict.fromkeys(p.strip().lower() for p in parts))
         wrong = [word for word in got if not known(word)]
         near = {near: None for word in wrong if (near := near_match(word, words))}
+        why = [reason for word, reason in (impossible or {}).items() if word in wrong]
         if wrong:
-            raise _refusal(",".join(wrong), accepted, f"did you mean {', '.join(near)}?" if near else "")
+            remedy = f"did you mean {', '.join(near)}?" if near else ""
+            raise _refusal(",".join(wrong), accepted, "; ".join(why) or remedy)
         return got
 
     return BeforeValidator(read)
@@ -130,6 +139,13 @@ def _size(minimum_bytes: int | None = None) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def _allocator(value: object) -> str:
+    try:
+        return parse_allocator(value).text
+    except AllocatorSyntaxError as error:
+        raise _ContradictionsError([Problem(argument="allocator", message=m) for m in error.messages]) from None
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise _refusal(value, "True or False")
@@ -139,6 +155,8 @@ def _flag(value: object) -> bool:
 _MODEL = "a model's hub id such as bert-base-uncased, a folder or a config.json"
 _GPU = "a card's name such as RTX 4060 or A100 80GB"
 _CHECKPOINTING = _some_of(("none", "full"), r"every-([2-9]|[1-9][0-9]{1,2})", "every-2, every-4, ...")
+_DYNAMIC_INT8 = "dynamic int8 quantization runs on the CPU only and can't train"
+_NO_TRAINING = dict.fromkeys(("int8-dynamic", "dynamic-int8"), _DYNAMIC_INT8)
 Words = tuple[str, ...]
 
 
@@ -167,6 +185,8 @@ class PlanRequest(BaseModel):
     """Longest target sequence of a sequence-to-sequence task, in tokens."""
     num_labels: Annotated[int, _whole(1, unit="labels")] = 2
     """Labels of a classification task."""
+    lengths: Annotated[str, _text("a file with one token count a line")] | None = None
+    """File with the length of each text of the data, in tokens and in the data's order, one a line; None: assumed."""
     batch_size: Annotated[int, _whole(1, unit="sequences")] | None = None
     """Effective batch: sequences for each optimizer step."""
     batch_tokens: Annotated[int, _whole(1, unit="tokens")] | None = None
@@ -177,18 +197,22 @@ class PlanRequest(BaseModel):
     """Activation checkpointing to choose from: none, full, every-N; None: all."""
     offload: Annotated[Words, _some_of(config.OFFLOADS)] | None = None
     """What may move to host memory; None: all."""
-    quantization: Annotated[Words, _some_of(config.QUANTIZATIONS)] | None = None
+    quantization: Annotated[Words, _some_of(config.QUANTIZATIONS, impossible=_NO_TRAINING)] | None = None
     """How frozen base weights may be stored; None: as the method has it."""
     optimizer: Annotated[Words, _some_of(config.OPTIMIZERS)] | None = None
     """Optimizers to choose from; None: all that keep the results of AdamW, others when nothing else fits."""
     attention: Annotated[Words, _some_of(config.ATTENTIONS)] | None = None
-    """Attention implementations to choose from; None: all."""
+    """Attention implementations to choose from; None: all that need no further package."""
+    loss: Annotated[Words, _some_of(config.LOSSES)] | None = None
+    """Losses to choose from: standard, or fused-linear, which never has all logits in memory; None: standard."""
     headroom: Annotated[str | int, _size(0)] = 0
     """Memory to keep free for other uses of the card, as a size such as 500MB or in bytes."""
     risk: Annotated[float, BeforeValidator(_risk)] = DEFAULT_RISK
     """Probability, at most, that a run needs more than its prediction and margin."""
     host_ram: Annotated[str | int, _size()] | None = None
     """Host memory that offloading may fill; None: what this machine has."""
+    allocator: Annotated[str, BeforeValidator(_allocator)] = DEFAULT_ALLOCATOR
+    """PyTorch's allocator settings, as in PYTORCH_CUDA_ALLOC_CONF; what it leaves out is PyTorch's default."""
     trials: Annotated[int, _whole(1, 1_000_000)] | None = None
     """Configurations that the search looks at, at most; None: as many as it needs."""
     timeout: Annotated[float, BeforeValidator(_seconds)] | None = None
@@ -243,15 +267,38 @@ def _one_batch(request: PlanRequest) -> Iterator[Problem]:
 
 def _method_and_quantization(request: PlanRequest) -> Iterator[Problem]:
     allowed, method = request.quantization, request.method
-    needed = {"full": "none", "lora": "none", "qlora": "nf4"}.get(method)
-    if allowed is not None and needed is not None and needed not in allowed:
+    needed = {"full": ("none",), "lora": ("none",), "qlora": ("nf4", "int8")}.get(method)
+    if allowed is not None and needed is not None and not set(needed) & set(allowed):
         remedy = {
             "full": "quantized weights cannot be trained: choose method qlora or auto",
             "lora": "adapters on a quantized base are method qlora",
             "qlora": "adapters on a base that is not quantized are method lora",
         }[method]
-        message = f"got {shown(','.join(allowed))} with method {method}; accepted with it: {needed}; {remedy}"
+        got, accepted = shown(",".join(allowed)), ", ".join(needed)
+        message = f"got {got} with method {method}; accepted with it: {accepted}; {remedy}"
         yield Problem(argument="quantization", message=message)
+
+
+def _flash2_and_precision(request: PlanRequest) -> Iterator[Problem]:
+    attention, precision = request.attention, request.precision
+    if attention == ("flash2",) and precision is not None and set(precision) <= {"fp32", "tf32"}:
+        half = ", ".join(word for word in config.PRECISIONS if word not in ("fp32", "tf32"))
+        message = f"got flash2 with precision {','.join(precision)}; accepted with it: {half}; or choose sdpa"
+        yield Problem(argument="attention", message=message)
+
+
+def _offload_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
+    """An offload that none of the named values goes with; what is not named is left to the search."""
+    from planner.levers.offload import clash
+
+    open_ones = {"optimizer": "adamw_fused", "checkpointing": "full", "precision": "fp32"}
+    words = {name: getattr(request, name) or (word,) for name, word in open_ones.items()}
+    method = "full" if request.method == "auto" else request.method
+    for offload in request.offload or ():
+        tried = [dict(zip(words, values, strict=True)) for values in itertools.product(*words.values())]
+        reasons = [clash(offload, method=method, **values) for values in tried]
+        if all(reasons):
+            yield Problem(argument="offload", message=f"got {offload!r}: {reasons[0]}; leave one of them out")
 
 
 def _task_and_shape(request: PlanRequest) -> Iterator[Problem]:
@@ -275,6 +322,8 @@ def _headroom_leaves_something(request: PlanRequest) -> Iterator[Problem]:
 _RULES: tuple[Callable[[PlanRequest], Iterator[Problem]], ...] = (
     _one_batch,
     _method_and_quantization,
+    _flash2_and_precision,
+    _offload_and_the_rest,
     _task_and_shape,
     _headroom_leaves_something,
 )

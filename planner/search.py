@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from planner.budget import Memory
 from planner.config import TrainingConfig
-from planner.levers.offload import conflict
+from planner.levers import conflict
 from planner.simulation import Simulator
 from planner.space import Space
 from planner.timing import Time
 from planner.units import format_bytes
+from planner.whole_run import whole_run
 
 if TYPE_CHECKING:
     import optuna
@@ -36,6 +37,13 @@ class Trial:
     """fits, exceeds, or pruned."""
     reason: str
     """Why it doesn't fit, or was not looked at closely."""
+    run: Memory | None = None
+    """Memory of the whole run, with its phases; None where only two steps were looked at."""
+
+    @property
+    def known(self) -> Memory | None:
+        """The memory of as much of the run as was looked at."""
+        return self.run or self.memory
 
 
 @dataclass
@@ -66,12 +74,31 @@ class SearchResult:
             exact = replace(trial, memory=simulator.memory_of_budget(trial.config))
             if best is None or _known_bytes(exact) < _known_bytes(best):
                 best = exact
-        return best
+        return best and replace(best, run=whole_run(simulator, best.config))
+
+    def settle(self, simulator: Simulator) -> None:
+        """Hold the fastest trials against their whole runs, until one fits; those before it exceed the ceiling."""
+        for trial in self.fitting:
+            run = whole_run(simulator, trial.config)
+            settled = replace(trial, run=run)
+            if not run.fits:
+                settled = replace(settled, time=None, status="exceeds", reason=_over_later(run))
+            self.trials[self.trials.index(trial)] = settled
+            if run.fits:
+                return
+
+
+def _over_later(run: Memory) -> str:
+    """Why a trial whose first steps fit does not."""
+    phase = max(run.phases, key=lambda name: run.phases[name]["peak_reserved_bytes"])
+    over = format_bytes(run.total_bytes - run.ceiling_bytes)
+    when = "over an epoch of different lengths" if phase == "epoch" else f"in phase {phase.replace('_', ' ')}"
+    return f"two steps fit; {over} over the ceiling {when}"
 
 
 def _known_bytes(trial: Trial) -> int:
-    assert trial.memory is not None
-    return trial.memory.total_bytes
+    assert trial.known is not None
+    return trial.known.total_bytes
 
 
 def _preference(trial: Trial) -> tuple[float, int]:
@@ -127,13 +154,12 @@ def _objective(
 
 def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
     """Memory and time of one configuration."""
-    clash = conflict(config.offload, config.optimizer)
+    clash = conflict(config)
     if clash:
         return Trial(config=config, memory=None, time=None, status="pruned", reason=clash)
-    host = simulator.host_shortage_bytes(config)
-    if host > 0:
-        reason = f"needs {format_bytes(host)} of host memory more than there is"
-        return Trial(config=config, memory=None, time=None, status="exceeds", reason=reason)
+    in_the_way = None if config.offload == "activations" else _short_of_host_memory(config, simulator)
+    if in_the_way:
+        return in_the_way
     alone = config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0
     if alone and _fits(with_micro_batch(config, 2), simulator):
         reason = "two sequences at once fit, and are never slower"
@@ -141,10 +167,19 @@ def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
     least = simulator.at_least(config)
     memory = least or simulator.memory_of_budget(config)
     if memory.fits:
-        return Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
+        fits = Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
+        return _short_of_host_memory(config, simulator) or fits
     over = format_bytes(memory.total_bytes - memory.ceiling_bytes)
     reason = f"{'at least ' if least else ''}{over} over the ceiling"
     return Trial(config=config, memory=memory, time=None, status="exceeds", reason=reason)
+
+
+def _short_of_host_memory(config: TrainingConfig, simulator: Simulator) -> Trial | None:
+    host = simulator.host_shortage_bytes(config)
+    if host <= 0:
+        return None
+    reason = f"needs at least {format_bytes(host)} of host memory more than there is"
+    return Trial(config=config, memory=None, time=None, status="exceeds", reason=reason)
 
 
 def _fits(config: TrainingConfig, simulator: Simulator) -> bool:

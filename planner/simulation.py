@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 import psutil
 
+from planner.allocator_settings import AllocatorOptions
 from planner.budget import PARTS, Budget, Memory
 from planner.calibration import DEFAULT_RISK
 from planner.config import TrainingConfig
 from planner.hardware import Card, context_bytes
+from planner.host_memory import LEAST_BYTES_PER_PARAMETER, saved_bytes, state_bytes
 from planner.inspection import ModelFacts
-from planner.levers.offload import HOST_BYTES_PER_PARAMETER
-from planner.levers.optimizer import STATE_BYTES_PER_PARAMETER
-from planner.levers.precision import AUTOCAST_DTYPES
+from planner.lengths import Lengths
+from planner.levers.offload import ON_HOST
+from planner.levers.optimizer import PAGED_BYTES_PER_PARAMETER, STATE_BYTES_PER_PARAMETER
+from planner.levers.precision import AUTOCAST_DTYPES, WEIGHT_DTYPES, has_masters
 from planner.memory.model import MemoryModel
 from planner.memory.polynomials import Shape
 from planner.recordings import Recordings
@@ -45,7 +48,8 @@ def _this_machines_ram_bytes() -> int:
 class Simulator:
     """Answers what a configuration of one workload needs on one card.
 
-    ``seq_len`` is the planned length: the polynomials are checked against a recording there.
+    ``seq_len`` is the planned length: the polynomials are checked against a recording there. ``allocator`` is what
+    the run sets; None: PyTorch's defaults. ``lengths`` of the user's data, and the ``seed`` of their order in a run.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class Simulator:
         headroom_bytes: int = 0,
         host_ram_bytes: int | None = None,
         risk: float = DEFAULT_RISK,
+        allocator: AllocatorOptions | None = None,
+        lengths: Lengths | None = None,
+        seed: int = 0,
     ) -> None:
         self.workload = workload
         self.card = card
@@ -67,6 +74,9 @@ class Simulator:
         )
         self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
         self.recordings = Recordings(workload, card, checked_seq_len=seq_len)
+        options = allocator or AllocatorOptions(text="")
+        self.allocator = options.settings(allowed_bytes=ceiling_bytes - context)
+        self.lengths, self.seed = lengths, seed
         self._models: dict[str, MemoryModel] = {}
 
     @property
@@ -116,12 +126,15 @@ class Simulator:
         Gradients and state count only where every parameter is trained; adapters have next to none.
         """
         weight = 2 if config.method == "lora" and config.precision in AUTOCAST_DTYPES else 4
-        if config.quantization == "nf4":
-            return self.facts.parameters // 2
-        each = 2 if config.precision == "bf16" else weight
+        if config.quantization != "none":
+            return self.facts.parameters if config.quantization == "int8" else self.facts.parameters // 2
+        if config.offload == "parameters":  # what lies outside of the layers is known when they are recorded
+            return 0
+        each = 2 if config.precision in WEIGHT_DTYPES else weight
         if config.method == "full":
             state = 0 if config.offload == "optimizer" else STATE_BYTES_PER_PARAMETER[config.optimizer]
-            each += each + (state if each == 4 else state // 2)
+            masters = has_masters(config.precision, config.method) and config.offload != "optimizer"
+            each += each + (4 + state if masters else state if each == 4 else state // 2)
         return self.facts.parameters * each
 
     def at_least(self, config: TrainingConfig) -> Memory | None:
@@ -150,20 +163,36 @@ class Simulator:
         """Number of parameters that get gradients."""
         return self.recordings.trainable_parameters(config)
 
+    def host_bytes(self, config: TrainingConfig) -> int:
+        """Host memory that offloading or paging needs; the process itself and its data come on top."""
+        if config.offload in ON_HOST:
+            return state_bytes(config, self.recordings.update(config))
+        paged = PAGED_BYTES_PER_PARAMETER.get(config.optimizer, 0)
+        total = paged * self.trainable_parameters(config) if paged else 0
+        if config.offload == "activations":
+            model, shapes = self.model(config), [(config.micro_batch_size, config.seq_len), *budget_shapes(config)]
+            total += saved_bytes((model.step(shape), shape) for shape in shapes)
+        return total
+
     def host_shortage_bytes(self, config: TrainingConfig) -> int:
-        """Host memory that offloading needs beyond what there is; at most zero when there is enough."""
-        if config.offload == "none":
-            return 0
-        return self.trainable_parameters(config) * HOST_BYTES_PER_PARAMETER - self._host_ram_bytes
+        """Host memory that offloading or paging needs beyond what there is; at most zero when there is enough."""
+        if config.offload in ON_HOST:
+            least = LEAST_BYTES_PER_PARAMETER * self.trainable_parameters(config) - self._host_ram_bytes
+            if least > 0:  # known without recording
+                return least
+        return self.host_bytes(config) - self._host_ram_bytes
 
     def model(self, config: TrainingConfig) -> MemoryModel:
         """The memory model of a configuration's structure."""
-        key = repr((self.recordings.structure(config), config.optimizer, config.offload))
+        masters = has_masters(config.precision, config.method)
+        key = repr((self.recordings.structure(config), config.optimizer, config.offload, masters))
         if key not in self._models:
             self._models[key] = MemoryModel(
                 lambda variant: self.recordings.step_model(config, variant),
                 self.recordings.update(config),
                 exact=lambda shape: self.recordings.record(config, shape),
+                evaluation=lambda shape: self.recordings.evaluation(config, shape),
                 cublas_workspace_bytes=cublas_workspace_bytes(self.card.compute_capability),
+                settings=self.allocator,
             )
         return self._models[key]

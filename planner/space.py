@@ -85,18 +85,29 @@ def effective_batch_size(request: PlanRequest, seq_len: int) -> tuple[int, str]:
     return DEFAULT_EFFECTIVE_BATCH_SIZE, "the usual size for fine-tuning; --batch-size changes it"
 
 
-def make_space(request: PlanRequest, context: Context, seq_len: int) -> Space:
-    """What the request leaves open. Raises InputError when it names a value that can't be used here."""
+def has_last_resort(request: PlanRequest, context: Context) -> bool:
+    """Whether there is something to try when nothing that is swept fits, in what the request leaves open."""
+    unnamed = [lever for lever in LEVERS if getattr(request, lever.field, None) is None]
+    return any(choice.valid and choice.last_resort for lever in unnamed for choice in lever.choices(context))
+
+
+def make_space(request: PlanRequest, context: Context, seq_len: int, *, last_resort: bool = False) -> Space:
+    """What the request leaves open. Raises InputError when it names a value that can't be used here.
+
+    ``last_resort``: of a lever that has such values, these alone.
+    """
     problems: list[Problem] = []
     values: dict[str, Sequence[str]] = {}
     for lever in LEVERS:
         choices = lever.choices(context)
         named = getattr(request, lever.field, None)
         if lever.field in ("method", "micro_batch_size") or named is None:
-            values[lever.field] = [choice.value for choice in choices if choice.valid and choice.swept]
+            last = [choice.value for choice in choices if last_resort and choice.valid and choice.last_resort]
+            values[lever.field] = last or [choice.value for choice in choices if choice.valid and choice.swept]
             continue
         if lever.field == "quantization":  # a consequence of the method, which request.py has checked
-            values[lever.field] = [choice.value for choice in choices]
+            open_ones = [choice.value for choice in choices if choice.value in named]
+            values[lever.field] = open_ones or [choice.value for choice in choices if choice.swept]
             continue
         problems += _refusals(lever.field, named, choices)
         values[lever.field] = list(named)

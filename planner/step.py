@@ -21,11 +21,14 @@ from planner.config import TrainingConfig
 from planner.errors import InputError, RecordingError
 from planner.levers import LEVERS
 from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
+from planner.levers.fused_loss import loss_of_outputs
+from planner.levers.offload import ON_HOST
 from planner.levers.optimizer import make_optimizer
 from planner.levers.precision import autocast_dtype, base_dtype
 from planner.memory.polynomials import Shape
 from planner.recording.cuda import CudaSemantics
 from planner.recording.kernels import Target
+from planner.recording.loading import load_quantized, warmed_up
 from planner.recording.record import (
     ACTIVATIONS,
     INPUTS,
@@ -37,6 +40,7 @@ from planner.recording.record import (
 )
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import Stack, repeat_layers
+from planner.recording.transfers import CastsAreNotKept, gradients_to_host, layer_weights
 from planner.workload import Workload, device_tensors, loss_of
 
 
@@ -54,6 +58,8 @@ class StepSource:
     """How the model's layers become those of the model that is asked for."""
     target: Target
     """What the card does to kernels."""
+    new_recorder: Callable[[Target], Recorder] = Recorder
+    """What writes a recording."""
 
     def record(self, shape: Shape) -> Recording:
         """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``.
@@ -61,9 +67,24 @@ class StepSource:
         Raises RecordingError, and NotRegularError when the layers don't repeat as a shallow model's must.
         """
         self.model.zero_grad(set_to_none=True)
+        return self._record(shape, run_micro_batch)
+
+    def record_evaluation(self, shape: Shape) -> Recording:
+        """Load, and one micro-batch of the emitted script's ``evaluate``: no gradients, no dropout.
+
+        Raises what ``record`` raises.
+        """
+        self.model.eval()
+        try:
+            return self._record(shape, run_evaluation_batch)
+        finally:
+            self.model.train()
+
+    def _record(self, shape: Shape, run: Callable[..., None]) -> Recording:
         with _model_code(self.workload, self.config):
-            recording = _record(self, shape)
-        return repeat_layers(recording, self.stacks)
+            recording = _record(self, shape, run)
+        recording = repeat_layers(recording, self.stacks)
+        return warmed_up(recording) if self.config.quantization != "none" else recording
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -135,28 +156,44 @@ def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
 @contextmanager
 def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, CudaSemantics]]:
     """The model on the card, and everything that runs within the block written down."""
-    recorder = Recorder(source.target)
-    semantics = CudaSemantics(source.target, autocast_dtype=autocast_dtype(source.config.precision))
+    recorder = source.new_recorder(source.target)
+    layers_on_host = source.config.offload == "parameters"
+    kind = CastsAreNotKept if layers_on_host else CudaSemantics
+    semantics = kind(source.target, autocast_dtype=autocast_dtype(source.config.precision))
     with ExitStack() as stack:
-        for handle in _hooks(source.model, recorder, semantics):
+        for handle in _hooks(source.model, recorder, semantics, layers_on_host=layers_on_host):
             stack.callback(handle.remove)
         stack.enter_context(_recomputation(source.model, recorder, semantics))
         stack.enter_context(semantics)
         stack.enter_context(recorder)
         recorder.phase("load", category=PARAMETERS)
-        recorder.adopt(device_tensors(source.model, checkpointing_layers(source.model)))
+        on_card = device_tensors(source.model, checkpointing_layers(source.model))
+        if source.config.quantization != "none":
+            load_quantized(recorder, source.model, on_card)
+        else:
+            recorder.adopt(_without_layers(on_card, source.model) if layers_on_host else on_card)
         yield recorder, semantics
 
 
-def _record(source: StepSource, shape: Shape) -> Recording:
+def _without_layers(tensors: Iterable[tuple[Tensor, int]], model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """In the order of the emitted script's ``keep_layers_on_host``: parameters first, then buffers."""
+    on_host = {id(p) for weights in layer_weights(model, checkpointing_layers(model)) for p in weights}
+    layer_of = {id(tensor): layer for tensor, layer in tensors}
+    buffers = (buffer for module in model.modules() for buffer in module.buffers(recurse=False))
+    moved = (*(p for p in model.parameters() if id(p) not in on_host), *buffers)
+    return ((tensor, layer_of[id(tensor)]) for tensor in moved)
+
+
+def _record(source: StepSource, shape: Shape, run: Callable[..., None]) -> Recording:
     with recording_modes(source) as (recorder, semantics):
         autocasting = semantics.autocasting if autocast_dtype(source.config.precision) else None
-        run_micro_batch(source.workload, source.model, shape, recorder, autocasting)
+        run(source.workload, source.model, shape, recorder, autocasting)
     return recorder.recording()
 
 
-def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics) -> Iterable[Any]:
-    yield from recorder.watch_gradients(p for p in model.parameters() if p.requires_grad)
+def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics, *, layers_on_host: bool) -> Iterable[Any]:
+    trained = (p for p in model.parameters() if p.requires_grad)
+    yield from gradients_to_host(trained) if layers_on_host else recorder.watch_gradients(trained)
     yield from recorder.watch_layers(checkpointing_layers(model))
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:  # their code runs under maybe_autocast(enabled=False)
@@ -199,12 +236,33 @@ def run_micro_batch(
     recorder.phase("forward", category=ACTIVATIONS)
     inputs = dict(batch)
     labels = inputs.pop("labels")
-    loss = loss_of(_outputs(model, inputs, autocasting).logits, labels, items=1)
+    loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=1)
     del inputs, labels
     recorder.phase("backward", category=TEMPORARIES, backward=True)
     loss.backward()
     recorder.phase("end")
     del loss, batch
+
+
+@torch.no_grad()
+def run_evaluation_batch(
+    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any] | None
+) -> None:
+    """One micro-batch of the emitted script's evaluation, whose sums stay on the card and nothing else does."""
+    recorder.phase("inputs", category=INPUTS)
+    batch = workload.make_batch(*shape)
+    recorder.phase("forward", category=ACTIVATIONS)
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    if workload.task.endswith("classification"):
+        logits = _outputs(model, inputs, autocasting).logits
+        loss = loss_of(logits, labels, items=1)
+        hits = (logits.argmax(-1) == labels).sum()
+        del logits, hits
+    else:
+        loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=1)
+    recorder.phase("end")
+    del loss, inputs, labels, batch
 
 
 def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Callable[[], Any] | None) -> Any:
@@ -218,24 +276,35 @@ def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Callable[
     return convert_to_fp32(outputs)
 
 
-def record_update(source: StepSource, optimizer_name: str, offload: str) -> Recording:
-    """Clip and update, twice: the first update makes the optimizer's state. Phases first_update, later_update."""
-    recorder = Recorder(source.target)
+def record_update(source: StepSource, optimizer_name: str, offload: str, *, masters: bool = False) -> Recording:
+    """Clip and update, twice: the first update makes the optimizer's state. Phases first_update, later_update.
+
+    An offloaded optimizer makes nothing on the card, and offloaded gradients are clipped on the host.
+    """
+    recorder = source.new_recorder(source.target)
+    layers = _layers_of_weights(source.model)
     parameters = [p.detach().requires_grad_() for p in source.trainable]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    on_host = offload == "optimizer"
-    optimizer = make_optimizer(optimizer_name, parameters)
-    recorder.adopt((t, OUTSIDE_LAYERS) for p in parameters for t in (p, p.grad) if t is not None)
+    optimizer = make_optimizer(optimizer_name, parameters, masters=masters)
+    tags = [layers.get(id(p), OUTSIDE_LAYERS) for p in source.trainable]
+    recorder.adopt((t, tag) for p, tag in zip(parameters, tags, strict=True) for t in (p, p.grad) if t is not None)
     with recorder:
         for name in ("first_update", "later_update"):
             recorder.phase(name, category=TEMPORARIES)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            if not on_host:
+            if offload != "parameters":
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if offload not in ON_HOST:
                 with recorder.categorised(OPTIMIZER):
                     optimizer.step()
         recorder.phase("end")
     return _persistent_only_as_state(recorder.recording())
+
+
+def _layers_of_weights(model: nn.Module) -> dict[int, int]:
+    """``id`` of each parameter that one of the repeated layers has alone, to the layer's index."""
+    weights = layer_weights(model, checkpointing_layers(model))
+    return {id(p): index for index, parameters in enumerate(weights) for p in parameters}
 
 
 def _persistent_only_as_state(recording: Recording) -> Recording:

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from planner.config import TrainingConfig
 from planner.hardware import Card
+from planner.host_memory import TO_CARD, TO_HOST, bytes_outside_layers
+from planner.levers.optimizer import PAGED_BYTES_PER_PARAMETER
+from planner.levers.precision import WEIGHT_DTYPES, has_masters
 from planner.memory.model import MemoryModel
 from planner.recording.record import Op
 
@@ -98,6 +101,8 @@ class Operators:
     """[operators] whether the card has something to do"""
     is_cast: NDArray[np.bool_]
     """[operators]"""
+    is_transfer: NDArray[np.bool_]
+    """[operators] copies between card and host, which run on the same stream as the kernels"""
 
     @classmethod
     def of(cls, ops: Sequence[Op]) -> Operators:
@@ -106,7 +111,8 @@ class Operators:
         kind = np.array([index.setdefault(op.kind, len(index)) for op in ops], dtype=np.intp)
         has_kernel = np.array([op.name not in _NO_KERNEL for op in ops], dtype=np.bool_)
         is_cast = np.array([op.name == _CAST for op in ops], dtype=np.bool_)
-        return cls(tuple(index), kind, has_kernel, is_cast)
+        is_transfer = np.array([op.name in (TO_HOST, TO_CARD) for op in ops], dtype=np.bool_)
+        return cls(tuple(index), kind, has_kernel, is_cast, is_transfer)
 
     def kernel_seconds(
         self, flops: Amounts, moved_bytes: Amounts, card: Card, *, tf32: bool, reached: Achievable
@@ -114,7 +120,8 @@ class Operators:
         """Time of each kernel alone on the card. [operators]"""
         rates = np.array([_rate(kind, card, tf32=tf32, reached=reached) for kind in self.kinds])
         arithmetic = flops / rates[self.kind] if len(rates) else np.zeros(0)
-        traffic = moved_bytes / (card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction)
+        bandwidth = card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction
+        traffic = moved_bytes / np.where(self.is_transfer, card.pcie_bytes_per_s * reached.pcie_fraction, bandwidth)
         seconds: Seconds = np.where(self.has_kernel, np.maximum(arithmetic, traffic) + reached.kernel_us * 1e-6, 0.0)
         return seconds
 
@@ -182,16 +189,21 @@ _UPDATE_PASSES = {
     "adamw_foreach": 20,
     # bitsandbytes/csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise: gradient, and the weight both ways.
     "adamw_8bit": 3,
+    "paged_adamw_8bit": 3,
     # torch/optim/_adafactor.py, _single_tensor_adafactor: three norms 3, product 1, div 2, clamp 2, rsqrt 2, mul 3,
     # norm 1, add 3.
     "adafactor": 17,
     # torch/optim/sgd.py, _multi_tensor_sgd without momentum: one add.
     "sgd": 3,
 }
-_UPDATE_STATE_BYTES = {"adamw_8bit": 2 * 2 * (1 + 4 / 256)}
+_UPDATE_STATE_BYTES = dict.fromkeys(("adamw_8bit", "paged_adamw_8bit"), 2 * 2 * (1 + 4 / 256))
 """Bytes a parameter besides: two moments of one byte with an fp32 scale for each 256, both ways."""
-_UPDATE_OPERATORS = {"adafactor": 20, "adamw_8bit": 4}
+_UPDATE_OPERATORS = {"adafactor": 20, "adamw_8bit": 4, "paged_adamw_8bit": 4}
 """Operators for each tensor where the optimizer loops over tensors; multi-tensor kernels have bookkeeping only."""
+_MASTER_BYTES = 2 * (2 + 4)
+"""MasterWeights: the gradient to fp32, the fp32 weight to bf16; each reads one and writes the other."""
+_MASTER_OPERATORS = 4
+"""MasterWeights, for each tensor: those two copies, and an optimizer of its own."""
 _CLIP_PASSES = 3
 """torch.nn.utils.clip_grad_norm_: gradients are read for the norm, then read and written to scale them."""
 _UNSCALE_PASSES = 2
@@ -204,29 +216,51 @@ _HOST_ADAMW_BYTES = 28
 
 def parameter_bytes(config: TrainingConfig) -> int:
     """Bytes of a trained parameter: adapters and everything under autocast are fp32."""
-    return 2 if config.precision == "bf16" and config.method == "full" else 4
+    return 2 if config.precision in WEIGHT_DTYPES and config.method == "full" else 4
 
 
 def update_seconds(
-    config: TrainingConfig, card: Card, *, trainable_parameters: int, trainable_tensors: int, reached: Achievable
+    config: TrainingConfig,
+    card: Card,
+    *,
+    trainable_parameters: int,
+    trainable_tensors: int,
+    reached: Achievable,
+    bytes_on_card: int = 0,
 ) -> float:
-    """From the last gradient to the new weights. The norm is looked at in between, so the queue is empty then."""
+    """From the last gradient to the new weights. The norm is looked at in between, so the queue is empty then.
+
+    ``bytes_on_card``: weights that stay on the card where the layers' are offloaded.
+    """
     value_bytes = parameter_bytes(config)
+    if config.offload == "parameters":
+        clip = _CLIP_PASSES * 4 * trainable_parameters / reached.host_bandwidth_bytes_per_s
+        publish = bytes_on_card / (card.pcie_bytes_per_s * reached.pcie_fraction)
+        return clip + publish + _host_adamw_seconds(value_bytes, trainable_parameters, reached)
     bandwidth = card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction
     passes = _CLIP_PASSES + (_UNSCALE_PASSES if config.precision == "fp16-amp" else 0)
     clip = passes * value_bytes * trainable_parameters / bandwidth
     if config.offload == "optimizer":
         return clip + _host_update_seconds(value_bytes, card, trainable_parameters, reached)
-    traffic_bytes = _UPDATE_PASSES[config.optimizer] * value_bytes + _UPDATE_STATE_BYTES.get(config.optimizer, 0)
-    operators = trainable_tensors * _UPDATE_OPERATORS.get(config.optimizer, 1)
-    return clip + max(traffic_bytes * trainable_parameters / bandwidth, operators * reached.bare_operator_us * 1e-6)
+    masters = has_masters(config.precision, config.method)
+    each_bytes = _UPDATE_PASSES[config.optimizer] * (4 if masters else value_bytes)
+    state_bytes = _UPDATE_STATE_BYTES.get(config.optimizer, 0) + masters * _MASTER_BYTES
+    traffic_s = (each_bytes + state_bytes) * trainable_parameters / bandwidth
+    operators = trainable_tensors * (_UPDATE_OPERATORS.get(config.optimizer, 1) + masters * _MASTER_OPERATORS)
+    paging = 2 * PAGED_BYTES_PER_PARAMETER.get(config.optimizer, 0) * trainable_parameters  # in and out again
+    paging_s = paging / (card.pcie_bytes_per_s * reached.pcie_fraction)
+    return clip + paging_s + max(traffic_s, operators * reached.bare_operator_us * 1e-6)
 
 
 def _host_update_seconds(value_bytes: int, card: Card, parameters: int, reached: Achievable) -> float:
     """Gradients to the host, AdamW there, weights back, one after the other as the emitted script does it."""
     transfers = 2 * value_bytes * parameters / (card.pcie_bytes_per_s * reached.pcie_fraction)
+    return transfers + _host_adamw_seconds(value_bytes, parameters, reached)
+
+
+def _host_adamw_seconds(value_bytes: int, parameters: int, reached: Achievable) -> float:
     conversion_bytes = 0 if value_bytes == 4 else 2 * (value_bytes + 4)  # gradients to fp32, weights back
-    return transfers + (_HOST_ADAMW_BYTES + conversion_bytes) * parameters / reached.host_bandwidth_bytes_per_s
+    return (_HOST_ADAMW_BYTES + conversion_bytes) * parameters / reached.host_bandwidth_bytes_per_s
 
 
 # -- the step --------------------------------------------------------------------------------------------------------
@@ -252,16 +286,15 @@ def step_time(
     tf32 = config.precision == "tf32" and "tf32" in card.dense_flops_per_s
     kernels = operators.kernel_seconds(*step.ops_at(shape), card, tf32=tf32, reached=reached)
     one_pass = Pass.of(kernels, operators.launch_seconds(reached))
-    bandwidth = card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction
-    accumulate_s = _ACCUMULATE_PASSES * parameter_bytes(config) * trainable_parameters / bandwidth
     micro_batches = config.gradient_accumulation_steps
-    passes_s = one_pass.repeated(micro_batches, between_s=accumulate_s)
+    passes_s = _passes_seconds(one_pass, config, card, trainable_parameters, reached)
     update_s = update_seconds(
         config,
         card,
         trainable_parameters=trainable_parameters,
         trainable_tensors=len(step.template.gradients),
         reached=reached,
+        bytes_on_card=bytes_outside_layers(model.update) if config.offload == "parameters" else 0,
     )
     step_s = passes_s + update_s
     return Time(
@@ -270,6 +303,26 @@ def step_time(
         update_ms=update_s * 1e3,
         tokens_per_s=config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
     )
+
+
+def _passes_seconds(
+    one_pass: Pass, config: TrainingConfig, card: Card, trainable_parameters: int, reached: Achievable
+) -> float:
+    """All micro-batches. Where they wait for the host, the CPU doesn't run ahead from one to the next.
+
+    Offloaded activations: the emitted script waits for its pinned buffers before each pass. Offloaded parameters:
+    from the second pass on each gradient is waited for and added to the host's, which the card waits for.
+    """
+    micro_batches = config.gradient_accumulation_steps
+    accumulated_bytes = _ACCUMULATE_PASSES * parameter_bytes(config) * trainable_parameters
+    if config.offload == "activations":
+        on_card_s = accumulated_bytes / (card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction)
+        return micro_batches * one_pass.alone_s + (micro_batches - 1) * on_card_s
+    if config.offload == "parameters":
+        on_host_s = accumulated_bytes / reached.host_bandwidth_bytes_per_s
+        return micro_batches * one_pass.alone_s + (micro_batches - 1) * on_host_s
+    on_card_s = accumulated_bytes / (card.memory_bandwidth_bytes_per_s * reached.bandwidth_fraction)
+    return one_pass.repeated(micro_batches, between_s=on_card_s)
 
 
 __all__ = ["Achievable", "Operators", "Pass", "Time", "achievable", "parameter_bytes", "step_time", "update_seconds"]

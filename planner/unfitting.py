@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
 from planner.hardware import all_cards, ceiling_bytes, typical_card
+from planner.levers.offload import conflict
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import RUNGS, Space
 from planner.units import GIB, format_bytes, round_up
+from planner.whole_run import whole_run
 
 
 def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
@@ -19,18 +21,19 @@ def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, resul
     closest = result.closest(simulator)
     if closest is None:  # offloading was asked for, and the host is too small for any configuration
         raise NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
-    assert closest.memory is not None
+    assert closest.known is not None
     smallest = _smallest_label_bytes(closest, simulator)
-    over = closest.memory.total_bytes - closest.memory.ceiling_bytes
+    over = closest.known.total_bytes - closest.known.ceiling_bytes
     lines = [
         f"nothing fits: {simulator.workload.spec.model_id} at {space.seq_len} tokens in "
         f"{format_bytes(simulator.ceiling_bytes)} ({simulator.card.name})",
-        f"closest: {_describe(closest.config)} needs {format_bytes(closest.memory.total_bytes)}, "
+        f"closest: {_describe(closest.config)} needs {format_bytes(closest.known.total_bytes)}, "
         f"{format_bytes(max(over, 0))} too much"
         + (f"; {closest.reason}" if over <= 0 else "")
         + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
         f"smallest card that would do: --vram {smallest // GIB}GB",
         *_remedies(request, simulator, closest),
+        *_with_more_host_memory(simulator, result),
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
 
@@ -44,8 +47,8 @@ def _describe(config: TrainingConfig) -> str:
 
 def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
     """The smallest label whose typical card reports enough, as ``--vram`` alone would take it; else the need."""
-    assert closest.memory is not None
-    need = closest.memory.total_bytes
+    assert closest.known is not None
+    need = closest.known.total_bytes
     for label in sorted({card.label_bytes for card in all_cards()}):
         card, _ = typical_card(label)
         if ceiling_bytes(label, card, named=False)[0] >= need:
@@ -61,9 +64,13 @@ def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Ite
         changed = config.model_copy(
             update={"method": method, "quantization": quantization, "lora": LoraSettings(), "offload": "none"}
         )
-        if simulator.memory(changed).fits:
+        if whole_run(simulator, changed).fits:
             yield f"would fit: --method {method}"
             break
+    fused = config.model_copy(update={"loss": "fused-linear"})
+    possible = request.loss is None and not simulator.recordings.fused_loss_obstacle
+    if possible and whole_run(simulator, fused).fits:
+        yield "would fit: --loss fused-linear"
     seq_len = simulator.model(config).longest_seq_len(
         config.micro_batch_size,
         simulator.budget.allocator_bytes(config),
@@ -71,5 +78,23 @@ def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Ite
         limit=config.seq_len,
         multiple=16,
     )
+    while seq_len and not whole_run(simulator, _shortened(config, seq_len)).fits:
+        seq_len -= min(seq_len, max(16, round_up(seq_len // 32, 16)))
     if seq_len:
         yield f"would fit: --seq-len {seq_len}"
+
+
+def _with_more_host_memory(simulator: Simulator, result: SearchResult) -> Iterator[str]:
+    """The smallest configuration that only the host has no room for, if its card's memory is enough."""
+    left_out = [t.config for t in result.trials if t.memory is None and not conflict(t.config)]
+    short = [config for config in left_out if simulator.host_shortage_bytes(config) > 0]
+    for config in sorted(short, key=lambda c: (c.offload != "parameters", c.micro_batch_size))[:1]:
+        if whole_run(simulator, config).fits:
+            need = -(-simulator.host_bytes(config) // GIB)
+            yield f"would fit: --method {config.method} --offload {config.offload} --host-ram {need}GB"
+
+
+def _shortened(config: TrainingConfig, seq_len: int) -> TrainingConfig:
+    return config.model_copy(
+        update={"seq_len": seq_len, "max_tokens_per_micro_batch": config.micro_batch_size * seq_len}
+    )

@@ -72,10 +72,15 @@ class Workload:
         import torch
 
         config = self.hf_config(**changes)
-        config._attn_implementation = attention
+        # the flash_attn package can't be asked for without it: recording has its own
+        config._attn_implementation = "eager" if attention == "flash2" else attention
         cls = cast(Any, model_class(self.spec.model_type, self.architecture))
         with torch.device(device):
             model: nn.Module = cls._from_config(config, dtype=dtype)
+        if attention == "flash2":
+            from planner.recording import flash_attention
+
+            flash_attention.use(model)
         model.tie_weights()  # type: ignore[operator]  # left out where initialisation is switched off
         model.train()
         return model

@@ -1,7 +1,7 @@
 """A slow, literal transcription of DeviceCachingAllocator (c10/cuda/CUDACachingAllocator.cpp), to compare with.
 
 Same names, same order of statements, linked blocks and linear searches; nothing shared with planner.memory but the
-settings object. One stream, no graphs, no garbage collection. Raises MemoryError where torch raises OutOfMemoryError.
+settings object. One stream, no graphs. Raises MemoryError where torch raises OutOfMemoryError.
 """
 # ruff: noqa: D101, D102 - each name is documented where it comes from
 
@@ -18,6 +18,15 @@ class Block:
     def __init__(self, pool, ptr, size, state=FREE):
         self.pool, self.ptr, self.size, self.state = pool, ptr, size, state
         self.prev = self.next = None
+        self.gc_count_base = 0
+
+    @property
+    def gc_count(self):
+        return self.pool.get_free_blocks_call_count - self.gc_count_base
+
+    @property
+    def is_split(self):
+        return bool(self.prev or self.next)
 
     def splice(self, before, after):
         if before:
@@ -31,6 +40,11 @@ class Block:
 class Pool:
     def __init__(self, is_small):
         self.is_small, self.blocks, self.unmapped = is_small, [], []
+        self.get_free_blocks_call_count = 0
+
+    def insert_into_blocks(self, block):
+        block.gc_count_base = self.get_free_blocks_call_count
+        self.blocks.append(block)
 
     def ordered(self):
         return sorted(self.blocks, key=lambda b: (b.size, b.ptr))
@@ -40,6 +54,7 @@ class Reference:
     def __init__(self, settings, capacity=None):
         self.s, self.capacity = settings, capacity
         self.max_split = settings.max_split_size_bytes or NO_LIMIT
+        self.max_non_split_rounding = settings.max_non_split_rounding_bytes or settings.large_segment_size_bytes
         self.small, self.large = Pool(True), Pool(False)
         self.active = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
@@ -48,8 +63,11 @@ class Reference:
     def malloc(self, key, nbytes):
         size = self.round_size(nbytes)
         pool = self.small if size <= MIB else self.large
+        block = self.get_free_block(pool, size)
+        if not block and self.s.garbage_collection_bytes is not None:
+            self.garbage_collect_cached_blocks()
         block = (
-            self.get_free_block(pool, size)
+            block
             or self.alloc_block(pool, size)
             or (self.release_available_cached_blocks(pool, size) and self.alloc_block(pool, size))
             or (self.release_cached_blocks() and self.alloc_block(pool, size, is_retry=True))
@@ -62,7 +80,7 @@ class Reference:
             block.splice(remaining.prev, remaining)
             remaining.ptr += size
             remaining.size -= size
-            pool.blocks.append(remaining)
+            pool.insert_into_blocks(remaining)
         block.state = ALLOCATED
         self.active[key] = block
         self.allocated += block.size
@@ -74,7 +92,7 @@ class Reference:
         block.state = FREE
         self.try_merge(block, block.prev)
         self.try_merge(block, block.next)
-        block.pool.blocks.append(block)
+        block.pool.insert_into_blocks(block)
 
     def layout(self):
         blocks = [*self.active.values(), *self.small.blocks, *self.large.blocks]
@@ -95,7 +113,7 @@ class Reference:
     def round_size(self, size):
         if size < 512:
             return 512
-        divisions = self.s.roundup_power2_divisions
+        divisions = self.roundup_power2_divisions(size)
         if divisions > 1 and size > 512 * divisions:
             if size & (size - 1) == 0:
                 return size
@@ -104,6 +122,14 @@ class Reference:
             round_size_floor = size & ~(power2_division - 1)
             return size if round_size_floor == size else round_size_floor + power2_division
         return 512 * ((size + 511) // 512)
+
+    def roundup_power2_divisions(self, size):
+        divisions = self.s.roundup_power2_divisions
+        if isinstance(divisions, int):
+            divisions = [divisions] * 16
+        log_size = size.bit_length() - 1
+        index = log_size - 20 if log_size > 20 else 0
+        return divisions[min(index, 15)]
 
     def should_split(self, block, size):
         remaining = block.size - size
@@ -119,6 +145,7 @@ class Reference:
         return 2 * MIB * ((size + 2 * MIB - 1) // (2 * MIB))
 
     def get_free_block(self, pool, size):
+        pool.get_free_blocks_call_count += 1
         blocks = [b for b in pool.ordered() if b.size >= size]
         if not blocks:
             return None
@@ -133,7 +160,7 @@ class Reference:
         found = blocks[it]
         if size < self.max_split and found.size >= self.max_split:
             return None
-        if size >= self.max_split and found.size >= size + self.s.large_segment_size_bytes:
+        if size >= self.max_split and found.size >= size + self.max_non_split_rounding:
             return None
         pool.blocks.remove(found)
         return found
@@ -190,6 +217,31 @@ class Reference:
             self.release_block(block)
         return total_released >= key
 
+    def garbage_collect_cached_blocks(self):
+        gc_threshold = self.s.garbage_collection_bytes
+        if self.reserved <= gc_threshold:
+            return
+        target_size = self.reserved - gc_threshold
+        gc_reclaimed = 0
+        total_age = freeable_block_count = 0
+        for b in self.large.blocks:
+            if not b.is_split:
+                total_age += b.gc_count
+                freeable_block_count += 1
+        if freeable_block_count == 0:
+            return
+        block_freed = True
+        while gc_reclaimed < target_size and block_freed and freeable_block_count > 0:
+            age_threshold = total_age / freeable_block_count
+            block_freed = False
+            for block in self.large.ordered():
+                if not block.is_split and not self.s.expandable_segments and block.gc_count >= age_threshold:
+                    block_freed = True
+                    gc_reclaimed += block.size
+                    total_age -= block.gc_count
+                    freeable_block_count -= 1
+                    self.release_block(block)
+
     def release_cached_blocks(self):
         for pool in (self.large, self.small):
             for block in pool.ordered():
@@ -234,7 +286,7 @@ class Reference:
             to_map.size = mapped
         self.try_merge(to_map, to_map.prev)
         self.try_merge(to_map, to_map.next)
-        pool.blocks.append(to_map)
+        pool.insert_into_blocks(to_map)
         return True
 
     def try_allocate_expandable_block(self, pool, size):
@@ -263,12 +315,12 @@ class Reference:
         if begin > block.ptr:
             before_free = Block(pool, block.ptr, begin - block.ptr)
             before_free.splice(block.prev, block)
-            pool.blocks.append(before_free)
+            pool.insert_into_blocks(before_free)
         after_size = block.ptr + block.size - end
         if after_size > 0:
             after_free = Block(pool, end, after_size)
             after_free.splice(block, block.next)
-            pool.blocks.append(after_free)
+            pool.insert_into_blocks(after_free)
         block.ptr, block.size, block.state = begin, end - begin, UNMAPPED
         self.try_merge(block, block.prev)
         self.try_merge(block, block.next)

@@ -108,6 +108,8 @@ class TestSizes:
             {"roundup_power2_divisions": 3},
             {"roundup_power2_divisions": -1},
             {"max_split_size_bytes": 19 * MIB},
+            {"max_non_split_rounding_bytes": 19 * MIB},
+            {"garbage_collection_bytes": -1},
         ],
     )
     def test_settings_that_torch_rejects_are_rejected(self, wrong):
@@ -282,6 +284,85 @@ class TestMaxSplitSize:
         """should_split doesn't ask for the limit there."""
         options = AllocatorSettings(expandable_segments=True, max_split_size_bytes=40 * MIB)
         assert [[(45 * MIB, True), (15 * MIB, False)]] == layout(filled(options, 45 * MIB))
+
+
+class TestGarbageCollection:
+    """Segments that were free for long go back before the driver is asked for more."""
+
+    SETTINGS = AllocatorSettings(garbage_collection_bytes=50 * MIB)
+
+    def test_nothing_goes_back_up_to_the_threshold(self):
+        """50 MiB are reserved when 11 more are asked for: the free 30 stay, and 61 are reserved then."""
+        allocator = filled(self.SETTINGS, 30 * MIB, 20 * MIB)
+        allocator.free(2)
+        allocator.malloc(3, 21 * MIB)
+        assert 72 * MIB == allocator.reserved_bytes
+
+    @pytest.mark.parametrize(("expected", "threshold"), [([14, 34, 40, 42], 95), ([34, 42], 80)])
+    def test_the_oldest_go_first_and_all_of_average_age(self, expected, threshold):
+        """100 MiB are reserved. 12 have been free for two searches, 14 and 40 for one: the average is 4/3.
+
+        5 too many: only the 12 go. 20 too many: then the others too, which are of average age among themselves.
+        """
+        options = AllocatorSettings(garbage_collection_bytes=threshold * MIB)
+        allocator = filled(options, 12 * MIB, 14 * MIB, 34 * MIB, 40 * MIB)
+        allocator.free(1)
+        allocator.free(4)
+        allocator.malloc(5, 40 * MIB)
+        allocator.free(5)
+        allocator.free(2)
+        allocator.malloc(6, 42 * MIB)
+        assert expected == [segment.size_bytes // MIB for segment in allocator.snapshot()]
+
+    def test_what_is_in_use_or_split_stays(self):
+        """A segment with one live block can't go, however little of it is used."""
+        allocator = filled(self.SETTINGS, 5 * MIB, 5 * MIB, 40 * MIB)
+        allocator.free(1)
+        allocator.malloc(4, 30 * MIB)
+        assert 90 * MIB == allocator.reserved_bytes
+
+    def test_small_segments_stay(self):
+        """Only the large pool is looked through."""
+        allocator = filled(self.SETTINGS, MIB, 60 * MIB)
+        allocator.free(1)
+        allocator.malloc(3, 30 * MIB)
+        assert 92 * MIB == allocator.reserved_bytes
+
+    def test_expandable_segments_are_passed_over(self):
+        """Nothing changes with them, whatever the threshold."""
+        options = AllocatorSettings(garbage_collection_bytes=0, expandable_segments=True)
+        allocator = filled(options, 20 * MIB, 20 * MIB, 20 * MIB)
+        allocator.free(2)
+        allocator.malloc(4, 40 * MIB)
+        assert 100 * MIB == allocator.reserved_bytes
+
+
+class TestDriver:
+    """What the driver was asked for and given back, for a snapshot."""
+
+    def test_segments(self):
+        """One call each, with the address and size of the segment."""
+        allocator = filled(DEFAULT, 30 * MIB)
+        allocator.free(1)
+        allocator.empty_cache()
+        assert [("segment_alloc", 0, 30 * MIB), ("segment_free", 0, 30 * MIB)] == list(allocator.driver_calls)
+
+    def test_expandable_segments(self):
+        """Mapped by granules of 20 MiB, unmapped where whole granules are free."""
+        allocator = filled(EXPANDABLE, 15 * MIB, 25 * MIB)
+        allocator.free(2)
+        allocator.empty_cache()
+        assert [
+            ("segment_map", 0, 20 * MIB),
+            ("segment_map", 20 * MIB, 20 * MIB),
+            ("segment_unmap", 20 * MIB, 20 * MIB),
+        ] == list(allocator.driver_calls)
+
+    def test_a_block_knows_where_it_lies(self):
+        """None for a key without bytes."""
+        allocator = filled(DEFAULT, 512, 1024, 0)
+        assert (512, 1024) == (allocator.block(2).address, allocator.block(2).size_bytes)
+        assert None is allocator.block(3)
 
 
 class TestCapacity:
@@ -468,6 +549,12 @@ SETTINGS = st.sampled_from(
         AllocatorSettings(max_split_size_bytes=41 * MIB),
         AllocatorSettings(expandable_segments=True, large_segment_size_bytes=12 * MIB),
         AllocatorSettings(expandable_segments=True, max_split_size_bytes=40 * MIB, roundup_power2_divisions=2),
+        AllocatorSettings(max_split_size_bytes=20 * MIB, max_non_split_rounding_bytes=33 * MIB),
+        AllocatorSettings(roundup_power2_divisions=(2, 8, 0, 4, *[1] * 12)),
+        AllocatorSettings(garbage_collection_bytes=0),
+        AllocatorSettings(garbage_collection_bytes=60 * MIB),
+        AllocatorSettings(garbage_collection_bytes=90 * MIB, max_split_size_bytes=30 * MIB),
+        AllocatorSettings(garbage_collection_bytes=60 * MIB, expandable_segments=True),
     ]
 )
 CAPACITIES = st.sampled_from([None, 100 * MIB, 202 * MIB, 501 * MIB])

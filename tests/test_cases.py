@@ -6,12 +6,15 @@ CUDA's fused dropout keeps one. The expectations here are CUDA's.
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from planner.api import Estimate, estimate
 from planner.budget import Memory
 from planner.config import LoraSettings, TrainingConfig
 from planner.hardware import ceiling_bytes, typical_card
@@ -187,3 +190,83 @@ def test_i09_a_large_vocabulary_costs_logits() -> None:
     )
     copies = [ours.breakdown["temporaries"] + ours.breakdown["activations"] for ours in (gemma, mistral)]
     assert 13.7 * GIB <= copies[0] - copies[1]
+
+
+DEBERTA_V2_XXLARGE = {
+    "model_type": "deberta-v2",
+    "architectures": ["DebertaV2ForMaskedLM"],
+    "vocab_size": 128100,
+    "hidden_size": 1536,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 24,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 0,
+    "relative_attention": True,
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "conv_kernel_size": 3,
+    "conv_act": "gelu",
+    "position_biased_input": False,
+}
+"""microsoft/deberta-v2-xxlarge's sizes (its config.json)."""
+
+
+@pytest.mark.slow
+class TestI05:
+    """A model of 1.5 billion parameters on a card of 16 GB: the answer is a number, and what fits instead."""
+
+    def estimate(self, tmp_path: Path, **fields: Any) -> Estimate:
+        """One sequence of 128 tokens with everything else as small as it gets."""
+        (tmp_path / "config.json").write_text(json.dumps(DEBERTA_V2_XXLARGE))
+        values = {"precision": "fp32", "checkpointing": "full", "attention": "eager", "task": "sequence-classification"}
+        shape = {"micro_batch_size": 1, "seq_len": 128, "host_ram": "128GB"}
+        return estimate(model=str(tmp_path), vram="16GB", gpu="Tesla T4", **{**values, **shape, **fields})
+
+    def test_full_fine_tuning_is_impossible_whatever_the_batch(self, tmp_path: Path) -> None:
+        """16 bytes a parameter are 23.3 GiB before the first activation."""
+        ours = self.estimate(tmp_path)
+        assert not ours.fits
+        assert 23.2 * GIB <= ours.breakdown["parameters"] + ours.breakdown["gradients"] + ours.breakdown["optimizer"]
+
+    @pytest.mark.parametrize("change", [{"offload": "optimizer"}, {"method": "lora", "precision": "fp16-amp"}])
+    def test_offloading_or_adapters_fit(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        """8 bytes a parameter, or 2."""
+        assert self.estimate(tmp_path, **change).fits
+
+
+@pytest.mark.slow
+class TestI07:
+    """A reranker's batch of 8 groups of 8 is 64 sequences, and costs 64."""
+
+    def test_memory_grows_with_the_sequences_of_a_group(self) -> None:
+        """Eight times what 8 sequences keep, beside autocast's copy of the weights (0.2 GB), which both have."""
+        fields = {"precision": "fp16-amp", "attention": "eager"}
+        kept = [memory("bert-base-uncased", 80, count, 512, **fields).breakdown["activations"] for count in (8, 64)]
+        assert kept[1] == pytest.approx(8 * kept[0], rel=0.05)
+
+
+@pytest.mark.slow
+class TestK29:
+    """Mistral-7B, batch 4: a 4-bit base is the answer for 24 GB, and bf16 weights, which are faster, for 40 GB."""
+
+    @staticmethod
+    def estimate(method: str, vram: str, gpu: str) -> Estimate:
+        """LoRA in bf16 with activation checkpointing, at 4096 tokens."""
+        quantization = "nf4" if method == "qlora" else "none"
+        fields = {"precision": "bf16-amp", "checkpointing": "full", "quantization": quantization, "task": "causal-lm"}
+        name = "mistralai/Mistral-7B-v0.1"
+        return estimate(model=name, vram=vram, gpu=gpu, micro_batch_size=4, seq_len=4096, method=method, **fields)
+
+    def test_at_24_gb_only_the_quantized_base_fits(self) -> None:
+        """By what is reserved."""
+        assert not self.estimate("lora", "24GB", "RTX 3090").fits
+        assert self.estimate("qlora", "24GB", "RTX 3090").fits
+
+    def test_at_40_gb_both_fit_and_the_plain_base_is_faster(self) -> None:
+        """Published: 5 % faster."""
+        plain, quantized = (self.estimate(method, "40GB", "A100 40GB") for method in ("lora", "qlora"))
+        assert plain.fits and quantized.fits
+        assert 1.0 < plain.tokens_per_s / quantized.tokens_per_s < 1.15

@@ -16,13 +16,14 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from planner import cli, config
+from planner.budget import Memory
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, NothingFitsError, Problem, TrialError
 from planner.render import next_commands, render
 from planner.request import PlanRequest, make_request
 
 PLAN = Path(sysconfig.get_path("scripts")) / "plan"
-OUTPUT_OPTIONS = {"out", "as_json", "quiet", "version", "help"}
+OUTPUT_OPTIONS = {"out", "snapshot", "as_json", "quiet", "version", "help"}
 HEAVY = ["torch", "transformers", "optuna", "pandas", "numpy", "pydantic", "rich"]
 
 
@@ -58,7 +59,7 @@ def handmade_plan(**changes):
         precision="bf16-amp",
     )
     breakdown = {"parameters": 2**29, "gradients": 2**29, "optimizer": 2**30, "activations": 3 * 2**30}
-    memory = SimpleNamespace(
+    memory = Memory(
         peak_allocated_bytes=5 * 2**30,
         peak_reserved_bytes=5 * 2**30 + 2**27,
         context_bytes=2**29,
@@ -66,6 +67,7 @@ def handmade_plan(**changes):
         total_bytes=6_308_233_216,
         ceiling_bytes=8_342_973_972,
         breakdown=breakdown | {"temporaries": 0, "workspace": 0},
+        phases={"load": {"peak_allocated_bytes": 2**29, "peak_reserved_bytes": 2**29}},
     )
     other = chosen.model_dump() | {"micro_batch_size": 8, "checkpointing": "full"}
     lever = {"lever": "checkpointing", "change": "none -> full", "saves_bytes": 2**31, "speed_ratio": 0.78}
@@ -121,6 +123,7 @@ def test_option_names_are_the_field_names_with_dashes():
         ("quantization", config.QUANTIZATIONS),
         ("optimizer", config.OPTIMIZERS),
         ("attention", config.ATTENTIONS),
+        ("loss", config.LOSSES),
     ],
 )
 def test_help_names_every_word_of_a_vocabulary(option, words):

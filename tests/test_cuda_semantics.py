@@ -282,6 +282,51 @@ def test_rotary_embeddings_are_exempt() -> None:
         assert BF16 == rotary(a, b).dtype
 
 
+# -- softmax ---------------------------------------------------------------------------------------------------------
+
+SOFTMAXES = [F.softmax, torch.softmax, Tensor.softmax, F.log_softmax]
+
+
+@pytest.mark.parametrize(("release", "tensors"), [(None, 1), ((1, 10), 2)])
+@pytest.mark.parametrize("function", SOFTMAXES)
+def test_softmax_of_an_old_torch_keeps_its_input(
+    function: Callable[..., Tensor], release: tuple[int, int] | None, tensors: int
+) -> None:
+    """Saved for the backward pass: the result, and until torch 1.10 the input as well."""
+    saved: list[Tensor] = []
+    x = torch.ones(4, 8, device="meta", requires_grad=True)
+    with (
+        CudaSemantics(Target(compute_capability=(7, 0), torch_release=release)),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        function(x * 2, -1).sum()
+    assert tensors == sum(t.numel() == 32 for t in saved)
+
+
+@pytest.mark.parametrize("function", SOFTMAXES)
+def test_softmax_of_an_old_torch_computes_the_same(function: Callable[..., Tensor]) -> None:
+    """Value and gradient are torch's own, on real numbers."""
+    found = []
+    for release in (None, (1, 10)):
+        x = torch.arange(12.0).view(3, 4).requires_grad_()
+        with CudaSemantics(Target(compute_capability=(7, 0), torch_release=release)):
+            out = function(x, -1)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_gelu_of_an_old_autocast_runs_in_fp32() -> None:
+    """Today's runs in the type of its input."""
+    x = torch.ones(4, 8, device="meta", dtype=BF16)
+    found = []
+    for release in (None, (1, 9)):
+        semantics = CudaSemantics(Target(compute_capability=AMPERE, torch_release=release), autocast_dtype=BF16)
+        with semantics, semantics.autocasting():
+            found.append(F.gelu(x).dtype)
+    assert [BF16, FP32] == found
+
+
 # -- dropout ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from planner import levers
 from planner.config import LoraSettings, TrainingConfig
 from planner.emit import EMITTED_TASKS, render_training_files
 from planner.emit.header import plan_command
@@ -28,12 +31,22 @@ LEVERS: dict[str, dict[str, Any]] = {
     "every-2": {"checkpointing": "every-2", "precision": "fp16-amp"},
     "foreach": {"optimizer": "adamw_foreach"},
     "8bit": {"optimizer": "adamw_8bit", "precision": "bf16"},
+    "paged": {"optimizer": "paged_adamw_8bit"},
+    "master": {"precision": "bf16-master"},
+    "master-sgd": {"precision": "bf16-master", "optimizer": "sgd"},
+    "flash2": {"attention": "flash2", "precision": "bf16-amp"},
     "adafactor": {"optimizer": "adafactor"},
     "sgd": {"optimizer": "sgd"},
     "offload": {"offload": "optimizer", "precision": "fp16-amp"},
+    "parameters": {"offload": "parameters", "checkpointing": "full"},
+    "parameters-amp": {"offload": "parameters", "checkpointing": "full", "precision": "bf16-amp"},
+    "parameters-bf16": {"offload": "parameters", "checkpointing": "full", "precision": "bf16"},
+    "activations": {"offload": "activations"},
+    "activations-half": {"offload": "activations", "checkpointing": "every-2", "precision": "bf16-amp"},
     "eager": {"attention": "eager"},
     "lora": {"method": "lora", "lora": LORA, "precision": "bf16", "checkpointing": "full"},
     "qlora": {"method": "qlora", "quantization": "nf4", "lora": LORA, "precision": "bf16"},
+    "int8": {"method": "qlora", "quantization": "int8", "lora": LORA, "precision": "bf16-amp", "checkpointing": "full"},
     "qlora-amp": {
         "method": "qlora",
         "quantization": "nf4",
@@ -43,7 +56,16 @@ LEVERS: dict[str, dict[str, Any]] = {
         "checkpointing": "every-4",
     },
 }
-TABLE = list(itertools.product(EMITTED_TASKS, LEVERS))
+FUSED = {
+    "fused": {"loss": "fused-linear"},
+    "fused-amp": {"loss": "fused-linear", "precision": "bf16-amp"},
+    "fused-lora": {"loss": "fused-linear", "method": "lora", "lora": LORA, "precision": "fp16-amp"},
+    "fused-master": {"loss": "fused-linear", "precision": "bf16-master"},
+}
+"""For tasks over a vocabulary."""
+LANGUAGE_TASKS = tuple(task for task in EMITTED_TASKS if task.endswith("-lm"))
+TABLE = [*itertools.product(EMITTED_TASKS, LEVERS), *itertools.product(LANGUAGE_TASKS, FUSED)]
+LEVERS_AND_LOSSES = LEVERS | FUSED
 
 
 def make_plan(task: str = "sequence-classification", model: str = "bert-base-uncased", **config: Any) -> dict:
@@ -82,6 +104,19 @@ def script(task: str = "sequence-classification", **config: Any) -> str:
     return render_training_files(make_plan(task, **config))["train.py"]
 
 
+ALLOCATORS = {
+    "fixed": "expandable_segments:False",
+    "collecting": "garbage_collection_threshold:0.8,roundup_power2_divisions:[256:1,512:2,>:4]",
+}
+
+
+def script_with(settings: str) -> str:
+    """The text of train.py for a plan with these allocator settings."""
+    plan = make_plan()
+    plan["request"]["allocator"] = settings
+    return render_training_files(plan)["train.py"]
+
+
 def imported(text: str) -> set[str]:
     """The packages that a script imports anywhere in its text."""
     names = set()
@@ -97,8 +132,10 @@ def imported(text: str) -> set[str]:
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script of every task and lever."""
     folder = tmp_path_factory.mktemp("rendered")
+    for name, settings in ALLOCATORS.items():
+        (folder / f"allocator-{name}.py").write_text(script_with(settings), encoding="utf-8")
     for task, lever in TABLE:
-        (folder / f"{task}_{lever}.py").write_text(script(task, **LEVERS[lever]), encoding="utf-8")
+        (folder / f"{task}_{lever}.py").write_text(script(task, **LEVERS_AND_LOSSES[lever]), encoding="utf-8")
     return folder
 
 
@@ -112,7 +149,7 @@ def ruff(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_script_is_python_that_needs_no_planner(task: str, lever: str) -> None:
     """Every script parses, and imports only what a training environment has."""
     allowed = {"pandas", "psutil", "torch", "accelerate", "tqdm", "transformers", "peft", "bitsandbytes"}
-    outside = imported(script(task, **LEVERS[lever])) - set(sys.stdlib_module_names)
+    outside = imported(script(task, **LEVERS_AND_LOSSES[lever])) - set(sys.stdlib_module_names)
     assert set() == outside - allowed
     assert {"accelerate", "torch", "transformers"} <= outside
 
@@ -132,26 +169,41 @@ def test_scripts_are_formatted(rendered: Path) -> None:
 @pytest.mark.parametrize("task", EMITTED_TASKS)
 def test_plain_script_is_short(task: str) -> None:
     """A plan without levers gives a script that is read in one sitting."""
-    assert 370 > len(script(task).splitlines())
+    assert 450 > len(script(task).splitlines())
 
 
+ON_HOST = {"parameters", "parameters-amp", "parameters-bf16"}
+SAVED_ON_HOST = {"activations", "activations-half"}
 MARKS = {
-    "peft": {"lora", "qlora", "qlora-amp"},
-    "BitsAndBytesConfig": {"qlora", "qlora-amp"},
-    "import bitsandbytes": {"8bit", "qlora-amp"},
-    "checkpoint_activations": {"full", "every-2", "lora", "qlora-amp"},
-    "GradientCheckpointingLayer": {"every-2", "qlora-amp"},
-    "HostAdamW": {"offload"},
+    "keep_layers_on_host": ON_HOST,
+    "AutocastKwargs": {"parameters-amp"},
+    "HostActivations": SAVED_ON_HOST,
+    "prepare(optimizer, device_placement=[False])": {"offload"} | ON_HOST,
+    "peft": {"lora", "qlora", "int8", "qlora-amp"},
+    "BitsAndBytesConfig": {"qlora", "int8", "qlora-amp"},
+    "load_in_8bit=True": {"int8"},
+    "load_in_4bit=True": {"qlora", "qlora-amp"},
+    "import bitsandbytes": {"8bit", "paged", "qlora-amp"},
+    "PagedAdamW8bit": {"paged"},
+    "MasterWeights": {"master", "master-sgd"},
+    "is_flash_attn_2_available": {"flash2"},
+    'attn_implementation="flash_attention_2"': {"flash2"},
+    "checkpoint_activations": {"full", "every-2", "lora", "int8", "qlora-amp", "activations-half"} | ON_HOST,
+    "GradientCheckpointingLayer": {"every-2", "qlora-amp", "activations-half"} | ON_HOST,
+    "HostAdamW": {"offload"} | ON_HOST,
     "fused=True": {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "full", "every-2", "offload", "eager"}
-    | {"lora", "qlora"},
+    | {"lora", "qlora", "int8", "flash2", "master"}
+    | ON_HOST
+    | SAVED_ON_HOST,
     "foreach=True": {"foreach"},
     "Adafactor": {"adafactor"},
-    "SGD": {"sgd"},
+    "SGD": {"sgd", "master-sgd"},
     "scaler": {"fp16-amp", "every-2", "offload", "qlora-amp"},
     "set_float32_matmul_precision": {"tf32"},
-    "logits.float()": {"bf16", "8bit", "lora", "qlora"},
+    "logits.float()": {"bf16", "8bit", "master", "master-sgd", "lora", "qlora", "parameters-bf16"},
     'attn_implementation="eager"': {"eager"},
-    "math.ceil(tokens / 8)": set(LEVERS) - {"fp32", "tf32", "full", "foreach", "adafactor", "sgd", "eager"},
+    "math.ceil(tokens / 8)": set(LEVERS)
+    - {"fp32", "tf32", "full", "foreach", "adafactor", "sgd", "eager", "paged", "parameters", "activations"},
 }
 
 
@@ -201,13 +253,51 @@ def test_command_repeats_the_request() -> None:
     assert expected == plan_command(request.model_dump(mode="json"))
 
 
+def bare_statements(text: str, name: str) -> str:
+    """A class of a Python text without its documentation and annotations."""
+    tree = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            lines = [(line, isinstance(line, ast.AnnAssign)) for line in node.body]
+            node.body = [ast.Assign([line.target], line.value, lineno=0) if says else line for line, says in lines]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "config"),
+    [
+        ("LinearCrossEntropy", "fused_loss", {"loss": "fused-linear"}),
+        ("MasterWeights", "master_weights", {"precision": "bf16-master"}),
+    ],
+)
+def test_scripts_do_what_was_simulated(name: str, module: str, config: dict[str, Any]) -> None:
+    """A class that the script brings along is the one that was recorded, statement for statement."""
+    recorded = (Path(levers.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    assert bare_statements(recorded, name) == bare_statements(script("causal-lm", **config), name)
+
+
+@pytest.mark.parametrize("task", LANGUAGE_TASKS)
+def test_a_fused_loss_leaves_no_logits(task: str) -> None:
+    """The model returns hidden states, and the loss gets the output layer beside them, also in evaluations."""
+    text = script(task, **FUSED["fused"])
+    assert 2 == text.count("mean_loss(model(**inputs).logits, labels, items, ")
+    assert "F.cross_entropy" not in text
+    assert "LinearCrossEntropy" not in script(task)
+
+
 def test_nothing_in_a_plan_escapes_the_header() -> None:
     """A line break or a quote in a name stays inside the comment or the string that it belongs to."""
     plan = make_plan()
-    name = 'a"b\\\nimport os\n"""'
+    name = 'a"b\\\nimport pty\n"""'
     plan["request"]["model"] = plan["hardware"]["name"] = plan["workload"]["model"] = name
     text = render_training_files(plan)["train.py"]
-    assert "os" not in imported(text)
+    assert "pty" not in imported(text)
     values = [node.value for node in ast.parse(text).body if isinstance(node, ast.Assign)]
     assert name == ast.literal_eval(values[0])
 
@@ -216,6 +306,48 @@ def test_local_config_file_names_its_folder() -> None:
     """A plan for some/folder/config.json trains the model that lies in the folder."""
     text = render_training_files(make_plan(model="some/folder/config.json"))["train.py"]
     assert 'MODEL = "some/folder"\n' in text
+
+
+DEFAULT = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("expected", "environment", "release"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": DEFAULT}, {}, "6.8.0-generic"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "mine"}, {"PYTORCH_CUDA_ALLOC_CONF": "mine"}, "6.8.0-generic"),
+        ({"PYTORCH_ALLOC_CONF": "mine"}, {"PYTORCH_ALLOC_CONF": "mine"}, "6.8.0-generic"),
+        ({}, {}, "5.15.90.1-microsoft-standard-WSL2"),
+    ],
+)
+def test_the_allocator_is_set_before_torch_loads(
+    expected: dict[str, str], environment: dict[str, str], release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plan assumes, under the name that torch 2.4 to 2.14 read; the user's setting wins; not under WSL."""
+    before_torch = script().split("import pandas as pd")[0]
+    assert "import torch" not in before_torch
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    # restored at the end, whatever the script sets
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    exec(compile(before_torch, "train.py", "exec"), {"__name__": "train"})
+    assert expected == {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+
+
+def test_what_was_asked_of_the_allocator_is_set_everywhere() -> None:
+    """Nothing but expandable segments depends on the platform."""
+    text = script_with(ALLOCATORS["fixed"])
+    assert 'os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")' in text
+    assert "import platform" not in text
+
+
+def test_garbage_collection_gets_its_limit() -> None:
+    """The threshold is a share of ceiling less context: 8,350,000,000 - 450,000,000 bytes. Others set no limit."""
+    assert "min(7900000000 / memory, 0.999)" in script_with(ALLOCATORS["collecting"])
+    assert "set_per_process_memory_fraction" not in script()
 
 
 def test_remote_code_is_allowed_only_on_request() -> None:
@@ -232,6 +364,7 @@ def test_remote_code_is_allowed_only_on_request() -> None:
         ("task", {"task": "image-classification"}),
         ("offload", {"offload": "optimizer", "optimizer": "adafactor"}),
         ("checkpointing", {"checkpointing": "every-0"}),
+        ("loss", {"loss": "fused-linear"}),
     ],
 )
 def test_what_no_script_can_do_is_refused(argument: str, change: dict[str, str]) -> None:

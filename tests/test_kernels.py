@@ -77,6 +77,25 @@ def test_layer_norm_backward_sums_in_parts_above_65536_rows() -> None:
     assert [] == scratch(aten.native_layer_norm_backward.default, x, x, [768], None, None, None)
 
 
+def test_softmax_backward_multiplies_gradient_and_result_first() -> None:
+    """One more tensor of the result's size while the kernel runs."""
+    result = zeros(2, 12, 64, 64, dtype=torch.float16)
+    assert [2 * 12 * 64 * 64 * 2] == scratch(aten._softmax_backward_data.default, result, result, -1, torch.float16)
+
+
+def test_softmax_kept_its_input_until_torch_1_10() -> None:
+    """The installed torch and those from 1.11 on keep the result alone."""
+    releases = (None, (1, 10), (1, 11), (2, 4))
+    kept = [Target(compute_capability=(7, 0), torch_release=release).softmax_keeps_input for release in releases]
+    assert [False, True, False, False] == kept
+
+
+def test_gelu_left_autocasts_fp32_list_with_torch_1_10() -> None:
+    """The installed torch runs it in the type that comes."""
+    targets = [Target(compute_capability=(7, 0), torch_release=release) for release in (None, (1, 9), (1, 10))]
+    assert [False, True, False] == [target.autocasts_gelu_to_fp32 for target in targets]
+
+
 def test_embedding_backward_sorts_above_3072_indices() -> None:
     """Sorted and original indices, the sort's own two arrays, and a partial sum for ten rows."""
     grad, indices = zeros(8, 512, 768), zeros(8, 512, dtype=torch.int64)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import prepare_model_for_kbit_training
 from test_emit import make_plan
 from torch import nn
 
@@ -18,17 +19,20 @@ from planner.budget import Memory
 from planner.config import METHODS, LoraSettings, TrainingConfig
 from planner.emit import render_training_files
 from planner.hardware import Card, find_card
-from planner.levers import LEVERS, Choice, Context, Lever
+from planner.inspection import flash2_obstacle
+from planner.levers import LEVERS, Choice, Context, Lever, conflict
 from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
+from planner.levers.fused_loss import loss_of_outputs
 from planner.levers.optimizer import STATE_BYTES_PER_PARAMETER, make_optimizer
 from planner.levers.precision import autocast_dtype, base_dtype
 from planner.models import ModelSpec, resolve_model
 from planner.recording.kernels import Target
-from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS
+from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS, PARAMETERS
 from planner.recording.recorder import Recorder
-from planner.recording.stand_ins import Nf4Linear
+from planner.recording.stand_ins import Int8Linear, Nf4Linear
 from planner.simulation import Simulator
-from planner.workload import Workload, loss_of
+from planner.step import StepSource
+from planner.workload import Workload
 
 GIB = 2**30
 BY_FIELD: dict[str, Lever] = {lever.field: lever for lever in LEVERS}
@@ -57,10 +61,10 @@ WORKLOADS = [Workload(spec=BERT, task="sequence-classification"), Workload(spec=
 
 def configuration(**fields: Any) -> TrainingConfig:
     """A configuration with these values, and what they imply."""
-    if fields.get("quantization") == "nf4":
+    if fields.get("quantization", "none") != "none":
         fields["method"] = "qlora"
     if fields.get("method") == "qlora":
-        fields["quantization"] = "nf4"
+        fields.setdefault("quantization", "nf4")
     if fields.get("method", "full") != "full":
         fields["lora"] = LORA
     micro = int(fields.pop("micro_batch_size", 8))
@@ -107,15 +111,15 @@ def values_of(lever: Lever) -> list[str]:
 
 
 @cache
-def simulator(card: str = "RTX 3090") -> Simulator:
+def simulator(card: str = "RTX 3090", task: str = "sequence-classification") -> Simulator:
     """BERT-base on a card."""
-    workload = Workload(spec=resolve_model("bert-base-uncased"), task="sequence-classification")
+    workload = Workload(spec=resolve_model("bert-base-uncased"), task=task)
     return Simulator(workload, find_card(card), ceiling_bytes=24 * GIB)
 
 
-def memory(**fields: Any) -> Memory:
+def memory(*, task: str = "sequence-classification", **fields: Any) -> Memory:
     """What BERT-base needs."""
-    return simulator().memory(configuration(**fields))
+    return simulator(task=task).memory(configuration(**fields))
 
 
 def real_loss(workload: Workload, config: TrainingConfig) -> tuple[float, nn.Module]:
@@ -133,7 +137,7 @@ def real_loss(workload: Workload, config: TrainingConfig) -> tuple[float, nn.Mod
     low = autocast_dtype(config.precision)
     with torch.autocast("cpu", dtype=low) if low else nullcontext():
         logits = model(**batch)["logits"]
-    loss = loss_of(logits, labels, items=labels.numel())
+    loss = loss_of_outputs(model, logits, labels, items=labels.numel())
     loss.backward()
     return loss.item(), model
 
@@ -144,10 +148,12 @@ def real_step(index: int, field: str, value: str) -> tuple[float, nn.Module]:
     return real_loss(WORKLOADS[index], configuration(**{"attention": "eager", **_fields(BY_FIELD[field], value)}))
 
 
-def applicable(lever: Lever) -> Iterator[str]:
-    """Values that change a real step on the CPU; the nf4 stand-in has no weights (see test_stand_ins)."""
-    if lever.field not in ("micro_batch_size", "optimizer", "offload"):
-        yield from (value for value in values_of(lever) if value not in ("nf4", "qlora"))
+def applicable(lever: Lever, index: int) -> Iterator[str]:
+    """Values that change a real step on the CPU; the stand-ins for quantized layers and flash_attn compute nothing."""
+    if lever.field == "loss" and WORKLOADS[index].task.endswith("classification"):
+        return
+    if lever.field not in ("micro_batch_size", "optimizer"):
+        yield from (value for value in values_of(lever) if value not in ("nf4", "int8", "qlora", "flash2"))
 
 
 @pytest.mark.parametrize("lever", LEVERS, ids=[lever.field for lever in LEVERS])
@@ -191,15 +197,16 @@ class TestEveryLever:
         """
         for value, baseline in lever.lowers_memory:
             for shape in ({"micro_batch_size": 8, "seq_len": 128}, {"micro_batch_size": 2, "seq_len": 32}):
-                ours = memory(**_fields(lever, value), **shape)
-                theirs = memory(**_fields(lever, baseline, with_adapters="lora" in (value, baseline)), **shape)
+                ours = memory(**_fields(lever, value), **shape, **_task(lever))
+                baseline_fields = _fields(lever, baseline, with_adapters="lora" in (value, baseline))
+                theirs = memory(**baseline_fields, **shape, **_task(lever))
                 assert ours.peak_allocated_bytes <= 1.001 * theirs.peak_allocated_bytes, (value, baseline, shape)
 
     @pytest.mark.parametrize("index", range(len(WORKLOADS)), ids=[w.task for w in WORKLOADS])
     def test_keeps_the_first_loss_within_its_tolerance(self, lever: Lever, index: int) -> None:
         """Of the plain step's, on a tiny real model; exactly where it states no tolerance."""
         expected, _ = real_step(index, "attention", "eager")
-        for value in applicable(lever):
+        for value in applicable(lever, index):
             loss, _ = real_step(index, lever.field, value)
             tolerance = lever.loss_tolerance.get(value, 1e-6)
             assert expected == pytest.approx(loss, rel=tolerance), value
@@ -210,7 +217,7 @@ class TestEveryLever:
 
         lora_A's is zero while lora_B is, and a bias of keys shifts all scores of a row alike.
         """
-        for value in applicable(lever):
+        for value in applicable(lever, index):
             _, model = real_step(index, lever.field, value)
             for name, parameter in model.named_parameters():
                 if not parameter.requires_grad:
@@ -224,16 +231,23 @@ class TestEveryLever:
     def test_appears_in_scripts_that_compile(self, lever: Lever) -> None:
         """For every value, the emitted script is Python."""
         for value in values_of(lever):
-            plan = make_plan(**configuration(**_fields(lever, value)).model_dump())
+            plan = make_plan(**configuration(**_fields(lever, value)).model_dump(), **_task(lever))
             for name, text in render_training_files(plan).items():
                 if name.endswith(".py"):
                     ast.parse(text)
+
+
+def _task(lever: Lever) -> dict[str, str]:
+    """The task that a lever is for, where it isn't for all."""
+    return {"task": "masked-lm"} if lever.field == "loss" else {}
 
 
 def _fields(lever: Lever, value: str, *, with_adapters: bool = False) -> dict[str, Any]:
     """A lever's value, with the method that it belongs to."""
     if lever.field == "quantization" and value == "none" and not with_adapters:
         return {"quantization": "none", "method": "lora"}
+    if lever.field == "offload":  # parameters need it, and the others are compared with it
+        return {"offload": value, "checkpointing": "full"}
     return {lever.field: value}
 
 
@@ -248,7 +262,7 @@ def verdicts(field: str, where: Context) -> dict[str, Choice]:
 @pytest.mark.parametrize(
     ("card", "valid", "swept"),
     [
-        ("RTX 3090", {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16"}, {"fp32", "tf32", "bf16-amp"}),
+        ("RTX 3090", {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "bf16-master"}, {"fp32", "tf32", "bf16-amp"}),
         ("Tesla T4", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
         ("Tesla V100 16GB", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
         ("GTX 1060 6GB", {"fp32", "fp16-amp"}, {"fp32", "fp16-amp"}),
@@ -259,7 +273,7 @@ def test_precision_follows_the_compute_capability(card: str, valid: set[str], sw
     found = verdicts("precision", context(card))
     assert valid == {value for value, choice in found.items() if choice.valid}
     assert swept == {value for value, choice in found.items() if choice.valid and choice.swept}
-    for value in ("tf32", "bf16-amp", "bf16"):
+    for value in ("tf32", "bf16-amp", "bf16", "bf16-master"):
         major, minor = find_card(card).compute_capability
         assert value in valid or f"{major}.{minor}" in found[value].reason
 
@@ -274,7 +288,8 @@ def test_models_that_overflow_in_fp16_are_not_swept_in_it(name: str) -> None:
 
 def test_eager_is_for_models_without_fused_attention() -> None:
     """sdpa wins where there is one; naming it is an error where there is none."""
-    assert {"sdpa": True, "eager": False} == {v: c.swept for v, c in verdicts("attention", context()).items()}
+    swept = {v: c.swept for v, c in verdicts("attention", context()).items()}
+    assert {"sdpa": True, "eager": False, "flash2": False} == swept
     without = verdicts("attention", context(supports_sdpa=False))
     assert (False, True) == (without["sdpa"].valid, without["eager"].swept)
 
@@ -369,15 +384,61 @@ def test_adapters_freeze_the_base() -> None:
         assert 2 * 6 * 4 <= sum("lora_" in name for name in trained)
 
 
-def test_quantization_replaces_linear_layers_but_heads() -> None:
-    """Every linear layer of the encoder's layers, and not the classifier."""
-    config = configuration(method="qlora", precision="bf16-amp")
-    model = WORKLOADS[0].build_model(attention="sdpa", dtype=torch.bfloat16)
-    model = BY_FIELD["quantization"].change_model(model, config)
-    names = {name for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
-    assert 6 * 4 == sum("layer." in name for name in names)
-    assert "classifier" not in names
-    assert not any(p.requires_grad for p in model.parameters())
+@pytest.mark.parametrize(("quantization", "kind"), [("nf4", Nf4Linear), ("int8", Int8Linear)])
+def test_quantization_replaces_linear_layers_but_heads(quantization: str, kind: type[nn.Module]) -> None:
+    """Every linear layer of the encoder's layers, and not the classifier; GPT-2's kind of linear layer as well."""
+    config = configuration(quantization=quantization, precision="bf16-amp")
+    for workload, layers in zip(WORKLOADS, (6 * 4, 4 * 4), strict=True):
+        model = workload.build_model(attention="sdpa", dtype=torch.bfloat16)
+        sizes = {name: p.shape.numel() for name, p in model.named_parameters()}
+        model = BY_FIELD["quantization"].change_model(model, config)
+        replaced = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+        assert layers == sum("layer." in name or ".h." in name for name in replaced)
+        assert not {"classifier", "lm_head"} & set(replaced)
+        assert not any(p.requires_grad for p in model.parameters())
+        for name, module in replaced.items():
+            assert sizes[f"{name}.weight"] == module.in_features * module.out_features
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_adapters_on_a_quantized_base_cast_nothing_under_autocast(quantization: str) -> None:
+    """peft gives adapters of ordinary layers their input in fp32; those of bitsandbytes' layers take it as it is."""
+    seen: list[torch.dtype] = []
+    for precision in ("bf16-amp", "bf16"):
+        config = configuration(quantization=quantization, precision=precision)
+        model = WORKLOADS[1].build_model(attention="sdpa", dtype=torch.bfloat16)
+        for lever in LEVERS:
+            model = lever.change_model(model, config)
+        adapted = next(m for m in model.modules() if hasattr(m, "lora_dropout"))
+        adapted.lora_A["default"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        adapted.lora_A["default"].forward = lambda x: x[..., :16].float()
+        adapted(torch.empty(2, 8, 64, dtype=torch.bfloat16, device="meta"))
+    assert [torch.bfloat16, torch.float32] == seen
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (tiny("gpt2", n_layer=1), ""),
+        (BERT, ""),
+        (resolve_model("t5-small"), "encoder's mask"),
+        (tiny("microsoft/deberta-v3-base", num_hidden_layers=1), "no flash attention"),
+    ],
+)
+def test_flash_attn_is_for_models_that_transformers_has_it_for(spec: ModelSpec, said: str) -> None:
+    """Tried on the model itself; what can't run is refused with the reason, on any card."""
+    task = "seq2seq-lm" if spec.model_type == "t5" else "causal-lm" if spec.model_type == "gpt2" else "masked-lm"
+    found = flash2_obstacle(Workload(spec=spec, task=task, target_seq_len=8))
+    assert (said in found) if said else found == ""
+    choice = verdicts("attention", context(flash2_obstacle=found))["flash2"]
+    assert choice.valid == (not said)
+    assert not verdicts("attention", context("Tesla T4"))["flash2"].valid
+
+
+def test_values_that_do_not_go_together_are_told() -> None:
+    """flash_attn has no fp32; the search leaves such configurations out with the reason."""
+    assert "fp16 and bf16" in str(conflict(configuration(attention="flash2", precision="tf32")))
+    assert conflict(configuration(attention="flash2", precision="bf16-amp")) is None
 
 
 @pytest.mark.parametrize("name", STATE_BYTES_PER_PARAMETER)
@@ -419,8 +480,30 @@ def test_weights_have_the_type_that_the_method_needs(precision: str, method: str
 
 
 def test_cards_are_what_verdicts_are_based_on() -> None:
-    """The same model and method on two cards differ in precision alone."""
+    """The same model and method on two cards differ in precision and in what flash_attn runs on."""
     cards: list[Card] = [find_card("RTX 3090"), find_card("Tesla T4")]
     for lever in LEVERS:
         ours, theirs = (lever.choices(context(card.name)) for card in cards)
-        assert (lever.field != "precision") == (ours == theirs)
+        assert (lever.field not in ("precision", "attention")) == (ours == theirs)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_k_bit_preparation_can_be_recorded(quantization: str) -> None:
+    """peft's fp32 casts of all that is not quantized, which other scripts make and the emitted one doesn't."""
+    config = configuration(quantization=quantization, precision="bf16-amp")
+    held = {}
+    for prepared in (False, True):
+        model: Any = WORKLOADS[1].build_model(attention="sdpa", dtype=torch.bfloat16)
+        model = BY_FIELD["quantization"].change_model(model, config)
+        if prepared:
+            model.is_loaded_in_4bit = True
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = BY_FIELD["method"].change_model(model, config)
+        target = Target(compute_capability=(8, 6))
+        source = StepSource(workload=WORKLOADS[1], config=config, model=model, stacks=(), target=target)
+        recording = source.record((2, 32))
+        held[prepared] = sum(
+            size for size, kind in zip(recording.sizes, recording.categories, strict=True) if kind == PARAMETERS
+        )
+    unquantized = 500 * 64 + 1024 * 64 + 4 * (4 * 64 + 3 * 64 + 64 + 128 + 64) + 2 * 64
+    assert held[True] - held[False] == pytest.approx(2 * unquantized, rel=0.02)

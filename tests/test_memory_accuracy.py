@@ -7,20 +7,26 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import ground_truth
+import loading
 import loops
 import memory_accuracy
 import setups
 from rows import Row, load_rows
 
+from planner.memory.allocator import AllocatorSettings, replay_events
+from planner.recording.record import ACTIVATIONS, OUTSIDE_LAYERS, PARAMETERS, Op, Recording
+
 COLUMNS = [
     *("id", "source", "source_kind", "model_id", "model_class/task", "gpu", "vram_gb", "measure", "peak_bytes"),
     *("micro_batch", "seq_len", "grad_accum", "precision", "attention", "grad_checkpointing", "optimizer"),
-    *("finetune_method", "quantization", "kind", "throughput_value", "notes", "quality"),
+    *("finetune_method", "quantization", "kind", "throughput_value", "transformers_version", "notes", "quality"),
 ]
 TABLE = {
     "model_id": "distilbert-base-uncased",
@@ -80,8 +86,41 @@ def test_fitted_run_equals_one_recorded_at_the_rows_own_shape(tmp_path: Path) ->
     assert isinstance(setup, setups.Setup)
     assert run.fitted
     direct = ground_truth._without_closed_gates(ground_truth._record(setup, setup.shape))
+    direct = loading.after_checkpoint(direct, ground_truth._checkpoint(setup))
     assert direct.events == run.recording.events
     assert direct.sizes == run.recording.sizes
+
+
+def test_peak_of_the_tables_is_that_after_the_cache_was_emptied(tmp_path: Path) -> None:
+    """At 1 x 128 loading takes more than any iteration: checkpoint in fp32 and model in fp16 beside each other."""
+    run = ground_truth.run_for(row_of(tmp_path, micro_batch="1", seq_len="128"))
+    assert isinstance(run, ground_truth.Run)
+    checkpoint = ground_truth._checkpoint(run.setup)
+    assert 67_000_000 * 4 == pytest.approx(sum(checkpoint), rel=0.001)
+    whole_run = replay_events(run.recording.events, np.array(run.recording.sizes), AllocatorSettings())
+    assert 1.5 * sum(checkpoint) < whole_run.peak_allocated_bytes
+    assert 399_629_000 == pytest.approx(run.predicted_bytes, rel=0.005)  # measured with SDPA
+
+
+def test_checkpoint_is_there_while_the_model_is_loaded() -> None:
+    """Its blocks come first and go when the model's own are there; everything else is as before."""
+    recording = Recording(
+        sizes=[0, 10, 20],
+        categories=[0, PARAMETERS, ACTIVATIONS],
+        events=[1, 2, -2],
+        layers=[OUTSIDE_LAYERS, 0, 0],
+        phases={"load": 0, "iteration_0": 1, "end": 3},
+        gradients=[(2, 2)],
+        gates=[(2, 5, 4)],
+        ops=[Op("aten.mm", 1, (1,), "elementwise", 1, False)],
+    )
+    after = loading.after_checkpoint(recording, [40, 80])
+    assert [1, 2, 3, -1, -2, 4, -4] == after.events
+    assert [0, 40, 80, 10, 20] == after.sizes
+    assert {"load": 0, "iteration_0": 5, "end": 7} == after.phases
+    assert ([(6, 4)], [(4, 5, 4)]) == (after.gradients, after.gates)
+    assert 5 == after.ops[0].position
+    assert len(after.events) == len(after.layers)
 
 
 def test_gradients_are_there_while_the_next_forward_runs_only_where_the_script_leaves_them(tmp_path: Path) -> None:
@@ -146,7 +185,9 @@ def test_command_writes_every_row_and_a_summary(tmp_path: Path, capsys: pytest.C
     assert 0 == memory_accuracy.main([str(path), "--out", str(tmp_path / "out.csv"), "--jobs", "1"])
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
         scored, skipped = csv.DictReader(file)
-    assert ["id", "predicted_bytes", "measured_bytes", "error", "status", "reason"] == list(scored)
+    assert ["id", "predicted_bytes", "measured_bytes", "error", "status", "reason"] == list(scored)[:6]
+    assert ["transformers", "like_for_like"] == list(scored)[6:]
+    assert (transformers.__version__, "yes") == (scored["transformers"], scored["like_for_like"])
     assert ("scored", "skipped") == (scored["status"], skipped["status"])
     assert int(scored["predicted_bytes"]) / 983450000 - 1 == pytest.approx(float(scored["error"]), abs=1e-6)
     assert "1 of 2 rows skipped" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.memory.program import Program, build, categories
+from planner.memory.program import Program, build, categories, resumed
 from planner.recording.record import (
     ACTIVATIONS,
     GRADIENTS,
@@ -198,3 +198,36 @@ def test_any_run_frees_each_block_at_most_once_and_after_its_allocation(
     expected_rows += [row for row in range(len(step.sizes) + 1, len(kinds)) if kinds[row] == OPTIMIZER]
     assert expected_rows == kept
     assert [mark for _, mark in program.marks] == sorted(mark for _, mark in program.marks)
+
+
+EVALUATION = recording(
+    [1, 2, 3, 4, -4, -3],
+    [PARAMETERS, WORKSPACE, INPUTS, ACTIVATIONS],
+    {"load": 0, "inputs": 1, "forward": 2, "end": 6},
+)
+
+
+def test_an_evaluation_comes_between_two_steps() -> None:
+    """Its rows come after the update's; it opens no handle again, and the step after it is a later one."""
+    program = build(STEP, UPDATE, accumulate=False, evaluation=EVALUATION)
+    names = ["load", "first_step", "steady_step", "evaluate", "steady_step"]
+    assert names == [name for name, _ in program.phases]
+    first = len(STEP.sizes) + len(UPDATE.sizes)
+    phases = dict(by_phase(program))
+    assert [first + 3, first + 4, -first - 4, -first - 3] == phases["evaluate"]
+    assert "later_update" == [name for name, _ in program.marks][-2]
+    assert [WEIGHT, HANDLE, FIRST_UPDATE_ROW + STATE] == alive(program)
+    kinds = categories(STEP, UPDATE, EVALUATION)
+    assert ACTIVATIONS == kinds[first + 4]
+
+
+@given(steps(), updates(), st.booleans())
+def test_any_resumed_run_keeps_what_an_unbroken_one_keeps(step: Recording, update: Recording, accumulate: bool) -> None:
+    """Weights, workspaces and state, each once; the state is there before the first micro-batch."""
+    program = resumed(step, update, accumulate=accumulate)
+    assert alive(build(step, update, accumulate=accumulate)) == alive(program)
+    marks = dict(reversed(program.marks))
+    kinds = categories(step, update)
+    made = [index for index, event in enumerate(program.events) if event > 0]
+    state = [index for index in made if kinds[program.rows[program.events[index]]] == OPTIMIZER]
+    assert all(index < marks["micro_batch"] for index in state)

@@ -37,7 +37,8 @@ def test_plan_commands_parse():
     shown = [line.split() for block in blocks("bash") for line in block.splitlines() if line.startswith("plan ")]
     for words in shown:
         context = cli.command.make_context("plan", words[1:])
-        assert cli._request({k: v for k, v in context.params.items() if k not in ("out", "as_json", "quiet")}, None)
+        outputs = ("out", "snapshot", "as_json", "quiet")
+        assert cli._request({k: v for k, v in context.params.items() if k not in outputs}, None)
     assert shown
 
 

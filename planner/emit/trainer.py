@@ -14,6 +14,7 @@ _OPTIMIZERS = {
     "adamw_fused": "adamw_torch_fused",
     "adamw_foreach": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
@@ -24,7 +25,7 @@ def mixed_precision(precision: str) -> str:
     return {"fp16-amp": "fp16", "bf16-amp": "bf16"}.get(precision, "no")
 
 
-def training_arguments(config: TrainingConfig, **changes: Any) -> transformers.TrainingArguments:
+def training_arguments(config: TrainingConfig, *, task: str, **changes: Any) -> transformers.TrainingArguments:
     """``TrainingArguments`` that train this configuration. Raises InputError for what the Trainer can't do."""
     import transformers
 
@@ -34,6 +35,8 @@ def training_arguments(config: TrainingConfig, **changes: Any) -> transformers.T
     amp = mixed_precision(config.precision)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.micro_batch_size,
+        "per_device_eval_batch_size": config.micro_batch_size,
+        **_evaluation(task),
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "bf16": amp == "bf16",
         "fp16": amp == "fp16",
@@ -46,11 +49,28 @@ def training_arguments(config: TrainingConfig, **changes: Any) -> transformers.T
     return transformers.TrainingArguments(**{**arguments, **changes})
 
 
+def _evaluation(task: str) -> dict[str, Any]:
+    """What keeps an evaluation from collecting the logits of all batches on the card (Trainer.evaluation_loop).
+
+    With a class a label they go to the host batch by batch; with an entry for every word of the vocabulary they would
+    fill the host instead, so only the loss is kept.
+    """
+    if task.endswith("classification"):
+        return {"eval_accumulation_steps": 1}
+    return {"prediction_loss_only": True}
+
+
 def _unsupported(config: TrainingConfig) -> list[Problem]:
     problems = []
     if config.offload != "none":
         message = f"got {config.offload!r}; the Trainer has no such offload without DeepSpeed; use the emitted train.py"
         problems.append(Problem(argument="offload", message=message))
+    if config.loss != "standard":
+        message = f"got {config.loss!r}; accepted for the Trainer: standard; use the emitted train.py"
+        problems.append(Problem(argument="loss", message=message))
+    if config.precision == "bf16-master":
+        message = "got 'bf16-master'; the Trainer keeps no fp32 copies of bf16 weights; use the emitted train.py"
+        problems.append(Problem(argument="precision", message=message))
     if config.checkpointing.startswith("every-"):
         message = f"got {config.checkpointing!r}; accepted for the Trainer: none, full; use the emitted train.py"
         problems.append(Problem(argument="checkpointing", message=message))

@@ -11,8 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
 from planner.emit.header import header_lines
 from planner.errors import InputError, Problem
+from planner.levers.offload import ON_HOST, clash
+from planner.levers.precision import WEIGHT_DTYPES, has_masters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,7 @@ _TORCH_DTYPE = {"fp16": "float16", "bf16": "bfloat16"}
 _ATTENTION = {
     "eager": "keeps a score per pair of tokens: grows with the square",
     "sdpa": "fused kernels keep no scores: grows with the length alone",
+    "flash2": "keeps no scores, and no padding within",
 }
 
 
@@ -152,6 +156,7 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **vars(words),
         **_precision(config),
+        **_allocator(plan),
         "config": config,
         "header": header_lines(plan),
         "about": _about(plan),
@@ -161,10 +166,16 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "seed": request.get("seed") or 0,
         "learning_rate": f"{_learning_rate(words, config):.0e}".replace("e-0", "e-"),
         "every_n": _every_n(config["checkpointing"]),
-        "offload": config["offload"] == "optimizer",
+        "offload": config["offload"] in ON_HOST,
+        "layers_on_host": config["offload"] == "parameters",
+        "saved_on_host": config["offload"] == "activations",
         "lora": config["method"] != "full",
         "qlora": config["method"] == "qlora",
         "unquantized": list(words.new_modules),
+        "int8": config["quantization"] == "int8",
+        **_loss(words, config),
+        **_masters(config),
+        "attention_name": "flash_attention_2" if config["attention"] == "flash2" else config["attention"],
         "attention_comment": _ATTENTION[config["attention"]],
         "trust": ", trust_remote_code=True" if trust else "",
     }
@@ -174,15 +185,19 @@ def _check(task: str, config: Mapping[str, Any]) -> None:
     if task not in _TASKS:
         message = f"got {task!r}; accepted for a training script: {', '.join(_TASKS)}"
         raise InputError([Problem(argument="task", message=message)])
-    if config["offload"] == "optimizer" and not config["optimizer"].startswith("adamw_f"):
-        message = f"got 'optimizer' with {config['optimizer']}; accepted with it: adamw_fused, adamw_foreach"
-        raise InputError([Problem(argument="offload", message=message)])
+    if config.get("loss") == "fused-linear" and task.endswith("classification"):
+        message = f"got 'fused-linear' with task {task}; accepted with it: standard"
+        raise InputError([Problem(argument="loss", message=message)])
+    others = {name: config[name] for name in ("optimizer", "checkpointing", "method", "precision")}
+    reason = clash(config["offload"], **others)
+    if reason:
+        raise InputError([Problem(argument="offload", message=f"got {config['offload']!r}: {reason}")])
 
 
 def _about(plan: Mapping[str, Any]) -> str:
     """The script's first line; a name of several lines may not leave the comment."""
     workload, config = plan["workload"], plan["config"]
-    how = {"full": "Train", "lora": "Train LoRA adapters for", "qlora": "Train LoRA adapters on a 4-bit base of"}
+    how = {"full": "Train", "lora": "Train LoRA adapters for", "qlora": "Train LoRA adapters on a quantized base of"}
     return " ".join(f"{how[config['method']]} {_what(workload)}".split())
 
 
@@ -194,8 +209,8 @@ def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
     """The dtypes of weights and arithmetic, and what they cost."""
     precision, frozen = config["precision"], config["method"] != "full"
     amp = _AMP.get(precision, "")
-    half = precision.split("-")[0] if precision in ("bf16", *_AMP) else ""
-    weights = half if precision == "bf16" or frozen else ""
+    half = precision.split("-")[0] if precision in (*WEIGHT_DTYPES, *_AMP) else ""
+    weights = half if precision in WEIGHT_DTYPES or frozen else ""
     return {
         "amp": amp,
         "half": bool(half),
@@ -203,7 +218,7 @@ def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
         "compute_dtype": _TORCH_DTYPE.get(half, "float32"),
         "weight_comment": _weight_comment(config["method"], weights),
         "amp_comment": f"{amp} activations: half the bytes of fp32",
-        "adamw_state": f"state: {'4' if precision == 'bf16' and config['method'] == 'full' else '8'} bytes a parameter",
+        "adamw_state": f"state: {'4' if weights and not frozen else '8'} bytes a parameter",
     }
 
 
@@ -211,7 +226,49 @@ def _weight_comment(method: str, weights: str) -> str:
     size = "2 bytes" if weights else "4 bytes"
     if method == "full":
         return f"{size} a parameter, and as much for its gradient"
-    return f"{size} a frozen weight{' not in nf4' if method == 'qlora' else ''}"
+    return f"{size} a frozen weight{' not quantized' if method == 'qlora' else ''}"
+
+
+def _loss(words: _TaskWords, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss that multiplies by the output layer's weight itself, and the type that it does so in."""
+    amp, precision = _AMP.get(config["precision"], ""), config["precision"]
+    half = f'torch.{_TORCH_DTYPE[amp]} if amp == "{amp}" else torch.float32' if amp else ""
+    plain = "torch.bfloat16" if precision in WEIGHT_DTYPES else "torch.float32"
+    return {
+        "fused": config.get("loss") == "fused-linear",
+        "product_dtype": half or plain,
+        "fused_unit": f"4 bytes {words.logits_unit}",
+    }
+
+
+_MASTERED = {
+    "adamw_fused": ("torch.optim.AdamW(weights, fused=True)", "state: 8"),
+    "adamw_foreach": ("torch.optim.AdamW(weights, foreach=True)", "state: 8"),
+    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit(weights)", "state: 2"),
+    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit(weights)", "state, in host memory when need be: 2"),
+    "adafactor": ("torch.optim.Adafactor(weights, foreach=False)", "state: a row and a column for each matrix"),
+    "sgd": ("torch.optim.SGD(weights)", "no state"),
+}
+"""Optimizer to the call that makes it for one fp32 copy, and what it keeps a parameter. The rate is set each step."""
+
+
+def _masters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """fp32 copies on the card; the optimizer in host memory has copies of its own."""
+    call, state = _MASTERED[config["optimizer"]]
+    masters = has_masters(config["precision"], config["method"]) and config["offload"] not in ON_HOST
+    return {"masters": masters, "optimizer_call": call, "optimizer_state": state}
+
+
+def _allocator(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch's allocator is told; garbage collection also needs the limit that its threshold is a share of."""
+    options = parse_allocator(plan["request"].get("allocator") or DEFAULT_ALLOCATOR)
+    collects = options.garbage_collection_threshold is not None
+    memory = plan["memory"]
+    return {
+        "allocator": options.text,
+        "expandable": options.expandable_segments,
+        "limit_bytes": memory["ceiling_bytes"] - memory["context_bytes"] if collects else 0,
+    }
 
 
 def _target_seq_len(workload: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ class AdaptersLever(Lever):
         reasons = {
             "full": "every parameter is trained, as asked",
             "lora": "frozen base weights need no gradient and no optimizer state",
-            "qlora": "a 4-bit base needs a quarter of the memory of 16-bit weights",
+            "qlora": "a quantized base needs a quarter (nf4) or a half (int8) of the memory of 16-bit weights",
         }
         return [Choice(value=context.method, reason=reasons[context.method])]
 
@@ -31,6 +31,7 @@ class AdaptersLever(Lever):
         if config.method == "full":
             return model
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         assert config.lora is not None
         task = _peft_task(model)
@@ -49,6 +50,14 @@ class AdaptersLever(Lever):
             for parameter in wrapped.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
+            # peft/tuners/tuners_utils.py, _cast_input_dtype: else each adapted layer makes an fp32 copy of its input
+            for module in wrapped.modules():
+                if isinstance(module, BaseTunerLayer):
+                    module.cast_input_dtype_enabled = False
+        if config.quantization != "none":
+            from planner.recording.quantized_lora import adapt
+
+            adapt(wrapped, autocast=config.precision.endswith("amp"))
         return wrapped
 
 

@@ -33,6 +33,10 @@ class Context:
     """Whether transformers has sdpa attention for the model."""
     supports_checkpointing: bool = True
     """Whether transformers has activation checkpointing for the model."""
+    fused_loss_obstacle: str = ""
+    """Why the loss can't take over the model's output layer, one clause; empty where it can."""
+    flash2_obstacle: str = ""
+    """Why the model can't run on the flash_attn package, one clause; empty where it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,8 @@ class Choice:
     """False when the card or the model can't do it: naming it in a request is an error."""
     swept: bool = True
     """Whether it is tried when the request doesn't name it; levers that change results are not."""
+    last_resort: bool = False
+    """Whether it is tried unasked when nothing that is swept fits: lossless too, and much slower."""
 
 
 class Lever:
@@ -70,3 +76,14 @@ class Lever:
     def explain(self, value: str, context: Context) -> str:
         """Why this value is valid here, or isn't."""
         return next((choice.reason for choice in self.choices(context) if choice.value == value), "")
+
+    def is_last_resort(self, value: str, context: Context) -> bool:
+        """Whether a value is only tried unasked when nothing else fits."""
+        return any(choice.value == value and choice.last_resort for choice in self.choices(context))
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer that makes the logits, also of a model within peft's wrapper; None where a model names none."""
+    getter = getattr(model, "get_output_embeddings", None)
+    layer: nn.Module | None = getter() if getter else None
+    return layer

@@ -10,7 +10,7 @@ from planner.models import fp16_unsafe
 if TYPE_CHECKING:
     import torch
 
-WEIGHT_DTYPES = {"bf16": "bfloat16"}
+WEIGHT_DTYPES = {"bf16": "bfloat16", "bf16-master": "bfloat16"}
 AUTOCAST_DTYPES = {"fp16-amp": "float16", "bf16-amp": "bfloat16"}
 
 
@@ -36,11 +36,11 @@ def base_dtype(precision: str, method: str) -> torch.dtype:
 
 
 class PrecisionLever(Lever):
-    """fp32, tf32, autocast to fp16 or bf16 over fp32 weights, or weights in bf16."""
+    """fp32, tf32, autocast to fp16 or bf16 over fp32 weights, or weights in bf16 with or without fp32 copies."""
 
     field = "precision"
-    lowers_memory = (("tf32", "fp32"), ("bf16", "fp32"))
-    loss_tolerance = {"tf32": 1e-3, "fp16-amp": 5e-3, "bf16-amp": 2e-2, "bf16": 5e-2}  # noqa: RUF012
+    lowers_memory = (("tf32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16-master"))
+    loss_tolerance = {"tf32": 1e-3, "fp16-amp": 5e-3, "bf16-amp": 2e-2, "bf16": 5e-2, "bf16-master": 5e-2}  # noqa: RUF012
 
     def choices(self, context: Context) -> list[Choice]:
         """By compute capability: torch says bf16 is supported where it is only emulated (T4), so don't ask it."""
@@ -80,4 +80,18 @@ class PrecisionLever(Lever):
                 if ampere
                 else f"bf16 needs compute capability 8.0, this card has {major}.{minor}",
             ),
+            Choice(
+                value="bf16-master",
+                valid=ampere,
+                swept=False,
+                reason="bf16 weights, gradients and activations throughout; the optimizer steps on fp32 copies of the "
+                "weights: only when named"
+                if ampere
+                else f"bf16 needs compute capability 8.0, this card has {major}.{minor}",
+            ),
         ]
+
+
+def has_masters(precision: str, method: str) -> bool:
+    """Whether the optimizer holds fp32 copies of the trained weights; adapters are fp32 themselves."""
+    return precision == "bf16-master" and method == "full"

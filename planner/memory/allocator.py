@@ -9,8 +9,8 @@ to the byte because they depend on the requests alone. The rules, each with the 
 - Up to 1 MiB it is served from the small pool, otherwise from the large one (``get_pool``).
 - The smallest free block of the pool that fits is taken, the lowest address among equals (``get_free_block``,
   ``BlockComparatorSize``). Blocks of ``max_split_size`` or more serve only requests of that size or more, and only
-  when they exceed the request by less than ``large_segment_size`` (``max_non_split_rounding_size``, set by
-  ``parseArgs`` in ``c10/core/AllocatorConfig.cpp``).
+  when they exceed the request by less than ``max_non_split_rounding_size``, which is ``large_segment_size`` unless
+  it is set (``c10/core/AllocatorConfig.cpp``).
 - Else a segment is asked of the driver: 2 MiB for the small pool, ``large_segment_size`` (20 MiB) below 10 MiB,
   otherwise the request rounded up to 2 MiB (``get_allocation_size``, ``alloc_block``).
 - A block is split when 512 B or more would remain in the small pool or with expandable segments, more than 1 MiB in
@@ -18,6 +18,11 @@ to the byte because they depend on the requests alone. The rules, each with the 
   An unsplit remainder belongs to the block: ``allocated_bytes`` counts ``block->size``, not what was requested.
 - A freed block merges with free neighbours of its segment and returns to its pool, not to the driver (``free_block``,
   ``try_merge_blocks``).
+- With ``garbage_collection_threshold``, and only in a process that may not have all of the card's memory
+  (``set_per_process_memory_fraction`` of less than 1), wholly free large segments are given back before the driver
+  is asked, when more than that share is reserved: those of average age or more, again until enough is given back.
+  Age counts the large pool's searches since the segment became free (``garbage_collect_cached_blocks``,
+  ``gc_count``). Expandable segments are passed over.
 - When the driver has no memory: oversize free segments are given back until the request fits
   (``release_available_cached_blocks``, only with ``max_split_size``) and the driver is asked again; then every
   segment that is wholly free is given back (``release_cached_blocks``, ``release_blocks``), ``num_alloc_retries``
@@ -50,9 +55,12 @@ from planner.memory.block_sizes import (
     round_sizes,
     segment_bytes,
 )
+from planner.memory.layout import BlockInfo, SegmentInfo
 from planner.memory.segments import (
     NO_LIMIT_BYTES,
+    AgingPool,
     Device,
+    DriverCall,
     ExpandableSegments,
     FixedSegments,
     Pool,
@@ -62,6 +70,7 @@ __all__ = [
     "AllocatorSettings",
     "BlockInfo",
     "CachingAllocator",
+    "DriverCall",
     "OutOfMemory",
     "Replay",
     "SegmentInfo",
@@ -88,31 +97,6 @@ class OutOfMemory(Exception):  # noqa: N818 - torch.cuda.OutOfMemoryError's shor
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockInfo:
-    """One block of a snapshot."""
-
-    address: int
-    """First byte."""
-    size_bytes: int
-    """Length, what ``allocated_bytes`` counts."""
-    allocated: bool
-    """In use, or free."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentInfo:
-    """One driver allocation, or one contiguous mapped range of an expandable segment, with its blocks in order."""
-
-    blocks: tuple[BlockInfo, ...]
-    """By address, without gaps."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Sum of the blocks."""
-        return sum(block.size_bytes for block in self.blocks)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Replay:
     """What a sequence of allocation events came to."""
 
@@ -136,14 +120,17 @@ class CachingAllocator:
         if capacity_bytes is not None and capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes: got {capacity_bytes}; accepted: more than 0, or None for no limit")
         self._divisions = settings.roundup_power2_divisions
-        self._expandable = settings.expandable_segments
-        # The smallest block that is large enough is then not always the one to take.
-        self._special = self._expandable or settings.max_split_size_bytes is not None
+        # Given back are segments that came as one: expandable segments never do (garbage_collect_cached_blocks).
+        collects = settings.garbage_collection_bytes is not None and not settings.expandable_segments
+        self._collect_above = settings.garbage_collection_bytes if collects else None
+        # The smallest block that is large enough is then not always the one to take, or taking it is counted.
+        self._special = collects or settings.max_split_size_bytes is not None
         self._max_split = settings.max_split_size_bytes or NO_LIMIT_BYTES
+        self._max_rounding = settings.max_non_split_rounding_bytes or settings.large_segment_size_bytes
         self._large_segment = settings.large_segment_size_bytes
         self._device = Device(capacity_bytes)
         self._segments: FixedSegments | ExpandableSegments
-        if self._expandable:
+        if settings.expandable_segments:
             self._segments = ExpandableSegments(self._device)
             self._unsplit_from = NO_LIMIT_BYTES
             large_remainder = MIN_BLOCK_BYTES
@@ -153,7 +140,8 @@ class CachingAllocator:
             # Sizes are multiples of 512 B, so "more than 1 MiB remains" is "1 MiB + 512 B or more".
             large_remainder = SMALL_SIZE_BYTES + MIN_BLOCK_BYTES
         self._small = Pool(granule=SMALL_SEGMENT_BYTES, smallest_remainder=MIN_BLOCK_BYTES)
-        self._large = Pool(granule=self._large_segment, smallest_remainder=large_remainder)
+        kind = AgingPool if collects else Pool
+        self._large = kind(granule=self._large_segment, smallest_remainder=large_remainder)
         self._live: dict[int, tuple[int, int]] = {}
         self._empty: set[int] = set()
         self._allocated = 0
@@ -209,24 +197,43 @@ class CachingAllocator:
         else:
             self._run([-key], {key: MIN_BLOCK_BYTES})
 
+    def run(self, events: Sequence[int] | npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> int:
+        """Apply signed keys: ``+k`` allocates ``sizes[k]`` bytes under key k, ``-k`` frees it.
+
+        Returns the index of the event at which the allocated bytes last reached a new peak, -1 when they didn't.
+        Zero-byte blocks are passed over. Raises OutOfMemory, and ValueError for events that make no sense.
+        """
+        rounded = round_sizes(sizes, self._divisions)
+        return self._run(_checked_events(events, len(rounded)), rounded)
+
     def empty_cache(self) -> None:
         """Give everything that is wholly free back to the driver (``torch.cuda.empty_cache``)."""
         self._segments.release(self._large)
         self._segments.release(self._small)
 
+    @property
+    def driver_calls(self) -> Sequence[DriverCall]:
+        """What the driver was asked for and given back so far, in order."""
+        return self._device.calls
+
+    def block(self, key: int) -> BlockInfo | None:
+        """Where the block of a key lies; None where the key holds none or no bytes."""
+        block = self._live.get(key)
+        return None if block is None else BlockInfo(address=block[0], size_bytes=block[1], allocated=True)
+
     def snapshot(self) -> list[SegmentInfo]:
         """Return every segment with its blocks, by address (``torch.cuda.memory._snapshot``)."""
-        blocks = [(start, size, True) for start, size in self._live.values()]
+        blocks = [(start, size, True, size <= SMALL_SIZE_BYTES) for start, size in self._live.values()]
         for pool in (self._small, self._large):
-            blocks += [(start, size, False) for start, size in pool.by_start.items()]
-        segments: list[list[BlockInfo]] = []
+            blocks += [(start, size, False, pool is self._small) for start, size in pool.by_start.items()]
+        segments: list[tuple[bool, list[BlockInfo]]] = []
         end = -1
-        for start, size, allocated in sorted(blocks):
+        for start, size, allocated, small in sorted(blocks):
             if start != end:
-                segments.append([])
-            segments[-1].append(BlockInfo(address=start, size_bytes=size, allocated=allocated))
+                segments.append((small, []))
+            segments[-1][1].append(BlockInfo(address=start, size_bytes=size, allocated=allocated))
             end = start + size
-        return [SegmentInfo(blocks=tuple(blocks)) for blocks in segments]
+        return [SegmentInfo(blocks=tuple(blocks), small=small) for small, blocks in segments]
 
     def _run(self, events: Iterable[int], sizes: Sequence[int] | Mapping[int, int]) -> int:  # noqa: PLR0912, PLR0915
         """Apply signed keys, ``sizes[key]`` rounded already; return the index of the event at a new peak (-1: none).
@@ -236,7 +243,7 @@ class CachingAllocator:
         """
         live = self._live
         small, large = self._small, self._large
-        expandable, special, unsplit_from = self._expandable, self._special, self._unsplit_from
+        special, counted, unsplit_from = self._special, self._collect_above is not None, self._unsplit_from
         allocated, peak, peak_index = self._allocated, self._peak_allocated, -1
         try:
             for index, event in enumerate(events):
@@ -249,7 +256,8 @@ class CachingAllocator:
                     pool = small if size <= SMALL_SIZE_BYTES else large
                     by_size = pool.by_size
                     starts = by_size.get(size)
-                    if starts is not None and not expandable:
+                    # A block that can grow is the last to be taken: _find looks for others.
+                    if starts is not None and not counted and starts[0] + size not in pool.unmapped:
                         start = starts.pop(0)
                         if not starts:
                             free_sizes = pool.sizes
@@ -258,12 +266,15 @@ class CachingAllocator:
                     else:
                         free_sizes = pool.sizes
                         place = bisect_left(free_sizes, size)
-                        if special or place == len(free_sizes):
+                        if (
+                            special
+                            or place == len(free_sizes)
+                            or by_size[found := free_sizes[place]][0] + found in pool.unmapped
+                        ):
                             self._allocated = allocated
                             start, found = self._find(pool, size, place)
                             pool.forget(start, found)
                         else:
-                            found = free_sizes[place]
                             starts = by_size[found]
                             start = starts.pop(0)
                             if not starts:
@@ -300,18 +311,22 @@ class CachingAllocator:
 
     def _find(self, pool: Pool, size: int, place: int) -> tuple[int, int]:
         """Return address and size of the best fit (``get_free_block``), or of new memory."""
+        if isinstance(pool, AgingPool):
+            pool.searches += 1
         if place < len(pool.sizes):
             found = pool.sizes[place]
             start = pool.by_size[found][0]
             if start + found in pool.unmapped:
                 start, found = _least_growable(pool, size)
-            if found < self._max_split or (size >= self._max_split and found < size + self._large_segment):
+            if found < self._max_split or (size >= self._max_split and found < size + self._max_rounding):
                 return start, found
         return self._grow(pool, size)
 
     def _grow(self, pool: Pool, size: int) -> tuple[int, int]:
         """Get memory from the driver, giving back what is free where it has none."""
         segments = self._segments
+        if self._collect_above is not None:
+            segments.collect(self._large, self._collect_above)
         block = segments.grow(pool, size)
         if block is None and segments.release_oversize(pool, size):
             block = segments.grow(pool, size)
@@ -341,8 +356,7 @@ def replay_events(
     Raises OutOfMemory, and ValueError for events that make no sense.
     """
     allocator = CachingAllocator(settings, capacity_bytes)
-    rounded = round_sizes(sizes, settings.roundup_power2_divisions)
-    peak_index = allocator._run(_checked_events(events, len(rounded)), rounded)
+    peak_index = allocator.run(events, sizes)
     return Replay(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,

@@ -164,7 +164,7 @@ class MemoryModel:
     """What a configuration structure needs at any micro-batch and length, on a card with given workspaces.
 
     ``step`` gives the step's model for a Variant, when one is first asked for; None when its sizes follow no
-    polynomial: then ``exact`` records each shape that is asked for.
+    polynomial: then ``exact`` records each shape that is asked for. ``evaluation`` records a pass without gradients.
     """
 
     def __init__(
@@ -174,13 +174,15 @@ class MemoryModel:
         *,
         cublas_workspace_bytes: int,
         exact: Record | None = None,
+        evaluation: Record | None = None,
         settings: AllocatorSettings | None = None,
     ) -> None:
         self._step = lru_cache(maxsize=4)(step)
+        self._evaluation = evaluation
         self._exact = lru_cache(maxsize=64)(lambda shape: constant_step(_required(exact)(shape)))
         self.update = update
         self._workspace_bytes = cublas_workspace_bytes
-        self._settings = settings or AllocatorSettings()
+        self.settings = settings or AllocatorSettings()
         self._program = lru_cache(maxsize=4)(self._build_program)
         self.peak = lru_cache(maxsize=4096)(self._peak)
 
@@ -203,12 +205,20 @@ class MemoryModel:
 
     def block_sizes(self, shape: Shape, *, accumulate: bool) -> Int64s:
         """Bytes of every block of the program at a shape."""
-        model = self.step(shape)
-        rows = np.concatenate([model.sizes_at(shape), np.array(self.update.sizes, dtype=np.int64)])
-        kinds = categories(model.template, self.update)
-        rows[kinds == WORKSPACE] = self._workspace_bytes
-        sizes: Int64s = rows[self.program(shape, accumulate=accumulate).rows]
+        sizes: Int64s = self.row_sizes(shape)[self.program(shape, accumulate=accumulate).rows]
         return sizes
+
+    def row_sizes(self, shape: Shape, *others: Recording) -> Int64s:
+        """Bytes of every row that a program at a shape names: the step's, the update's, and those of ``others``."""
+        model = self.step(shape)
+        recordings = [self.update, *others]
+        rows = np.concatenate([model.sizes_at(shape), *(np.array(r.sizes, dtype=np.int64) for r in recordings)])
+        rows[categories(model.template, *recordings) == WORKSPACE] = self._workspace_bytes
+        return rows
+
+    def evaluation(self, shape: Shape) -> Recording | None:
+        """A pass of an evaluation at this shape, when the model was told how to record one."""
+        return self._evaluation(shape) if self._evaluation else None
 
     def allocated_bytes(self, shape: Shape, *, accumulate: bool) -> int:
         """Peak of the rounded live sizes: a lower bound of what is reserved, a hundred times cheaper."""
@@ -223,23 +233,14 @@ class MemoryModel:
     def _peak(self, shape: Shape, *, accumulate: bool) -> Peak:
         program = self.program(shape, accumulate=accumulate)
         sizes = self.block_sizes(shape, accumulate=accumulate)
-        replay = replay_events(program.events, sizes, self._settings)
+        replay = replay_events(program.events, sizes, self.settings)
         top = int(np.argmax(self._live_bytes(shape, accumulate=accumulate)))
         return Peak(
             allocated_bytes=replay.peak_allocated_bytes,
             reserved_bytes=replay.peak_reserved_bytes,
-            breakdown=self._breakdown(program, sizes, shape, top),
+            breakdown=live_by_category(program, sizes, categories(self.step(shape).template, self.update), top),
             phase=[name for name, start in program.marks if start <= top][-1],
         )
-
-    def _breakdown(self, program: Program, sizes: Int64s, shape: Shape, top: int) -> dict[str, int]:
-        """Live bytes by category after event ``top``."""
-        kinds = categories(self.step(shape).template, self.update)[program.rows]
-        events = program.events[: top + 1]
-        rounded = -(-sizes // BLOCK_BYTES) * BLOCK_BYTES
-        blocks = np.abs(events)
-        live = np.bincount(kinds[blocks], weights=np.sign(events) * rounded[blocks], minlength=len(CATEGORY_NAMES))
-        return {name: int(amount) for name, amount in zip(CATEGORY_NAMES, live, strict=True)}
 
     # -- the model the other way round ---------------------------------------------------------------------------
 
@@ -267,6 +268,16 @@ class MemoryModel:
         return self.peak(shape, accumulate=accumulate).reserved_bytes <= budget_bytes
 
 
+def live_by_category(program: Program, sizes: Int64s, kinds: Int64s, top: int) -> dict[str, int]:
+    """Live bytes of each category after event ``top``; ``sizes`` of blocks, ``kinds`` of rows."""
+    events = program.events[: top + 1]
+    rounded = -(-sizes // BLOCK_BYTES) * BLOCK_BYTES
+    blocks = np.abs(events)
+    amounts = np.sign(events) * rounded[blocks]
+    live = np.bincount(kinds[program.rows][blocks], weights=amounts, minlength=len(CATEGORY_NAMES))
+    return {name: int(amount) for name, amount in zip(CATEGORY_NAMES, live, strict=True)}
+
+
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number from 1 to ``limit`` that fits, by doubling and bisection; 0 when 1 doesn't."""
     low, high = 0, 1
@@ -279,4 +290,14 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-__all__ = ["MemoryModel", "Op", "Peak", "StepModel", "Variant", "agrees", "constant_step", "fit_step"]
+__all__ = [
+    "MemoryModel",
+    "Op",
+    "Peak",
+    "StepModel",
+    "Variant",
+    "agrees",
+    "constant_step",
+    "fit_step",
+    "live_by_category",
+]

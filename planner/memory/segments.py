@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from planner.memory.block_sizes import ROUND_LARGE_BYTES, segment_bytes
 from planner.units import round_up
@@ -85,6 +86,38 @@ class Pool:
                 yield start, found
 
 
+class AgingPool(Pool):
+    """A pool that knows how long each block has been free, counted in searches (``gc_count``)."""
+
+    __slots__ = ("_free_since", "searches")
+
+    def __init__(self, *, granule: int, smallest_remainder: int) -> None:
+        super().__init__(granule=granule, smallest_remainder=smallest_remainder)
+        self.searches = 0
+        """How often a block was looked for (``get_free_blocks_call_count``)."""
+        self._free_since: dict[int, int] = {}
+
+    def add(self, start: int, size: int) -> None:
+        """Free a range; the merged block is as young as its youngest part (``insert_into_blocks``)."""
+        self._free_since[start - self.by_end.get(start, 0)] = self.searches
+        super().add(start, size)
+
+    def age(self, start: int) -> int:
+        """Searches since the free block at ``start`` was put there."""
+        return self.searches - self._free_since[start]
+
+
+class DriverCall(NamedTuple):
+    """Memory that the driver gave or took back."""
+
+    action: str
+    """As a memory snapshot names it: segment_alloc, segment_free, segment_map or segment_unmap."""
+    address: int
+    """First byte."""
+    size_bytes: int
+    """Length."""
+
+
 class Device:
     """What the driver has handed out, against a capacity; hands out addresses that are never used twice."""
 
@@ -92,6 +125,7 @@ class Device:
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
+        self.calls: list[DriverCall] = []
         self._next_address = 0
 
     def take(self, size: int) -> bool:
@@ -131,6 +165,7 @@ class FixedSegments:
         if not self._device.take(span):
             return None
         start = self._device.new_address(span, ROUND_LARGE_BYTES)
+        self._device.calls.append(DriverCall("segment_alloc", start, span))
         pool.spans[start] = span
         pool.add(start, span)
         return start, span
@@ -154,10 +189,22 @@ class FixedSegments:
             self._release_segment(pool, pool.by_size[largest][-1], largest)
         return released >= wanted
 
+    def collect(self, pool: Pool, threshold_bytes: int) -> None:
+        """Give free segments back, the oldest first, to get below a threshold (``garbage_collect_cached_blocks``)."""
+        assert isinstance(pool, AgingPool)
+        excess = self._device.reserved_bytes - threshold_bytes
+        free = {start: size for start, size in pool.best_fits(0) if pool.spans.get(start) == size}
+        while excess > 0 and free:
+            average = sum(map(pool.age, free)) / len(free)
+            for start in [start for start in free if pool.age(start) >= average]:
+                self._release_segment(pool, start, free[start])
+                excess -= free.pop(start)
+
     def _release_segment(self, pool: Pool, start: int, size: int) -> None:
         pool.remove(start, size)
         del pool.spans[start]
         self._device.give_back(size)
+        self._device.calls.append(DriverCall("segment_free", start, size))
 
 
 class ExpandableSegments:
@@ -182,6 +229,9 @@ class ExpandableSegments:
         """Unmap the whole granules of every free block (``release_blocks``)."""
         for start, size in list(pool.by_start.items()):
             self._unmap(pool, start, size)
+
+    def collect(self, pool: Pool, threshold_bytes: int) -> None:
+        """Do nothing: expandable blocks are passed over (``garbage_collect_cached_blocks``)."""
 
     def release_oversize(self, pool: Pool, size: int) -> bool:
         """Do nothing: expandable blocks are passed over (``release_available_cached_blocks``)."""
@@ -211,6 +261,7 @@ class ExpandableSegments:
         mapped = round_up(min(size, available), pool.granule)
         if not self._device.take(mapped):
             return False
+        self._device.calls.append(DriverCall("segment_map", start, mapped))
         del pool.unmapped[start]
         if mapped < available:
             _add_unmapped(pool, start + mapped, available - mapped)
@@ -231,6 +282,7 @@ class ExpandableSegments:
             pool.add(last, end - last)
         _add_unmapped(pool, first, last - first)
         self._device.give_back(last - first)
+        self._device.calls.append(DriverCall("segment_unmap", first, last - first))
 
 
 def _has_room(pool: Pool, start: int, size: int) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+aten = torch.ops.aten
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 LOWER_PRECISION: frozenset[Any] = frozenset(
@@ -47,12 +48,12 @@ FP32: frozenset[Any] = frozenset(
 """AT_FORALL_FP32 (and 1 / x, which is reciprocal): operands of low precision are copied to fp32."""
 
 SOFTMAXES: dict[Any, Any] = {
-    F.softmax: torch.ops.aten._softmax,
-    torch.softmax: torch.ops.aten._softmax,
-    Tensor.softmax: torch.ops.aten._softmax,
-    F.log_softmax: torch.ops.aten._log_softmax,
-    torch.log_softmax: torch.ops.aten._log_softmax,
-    Tensor.log_softmax: torch.ops.aten._log_softmax,
+    F.softmax: aten._softmax,
+    torch.softmax: aten._softmax,
+    Tensor.softmax: aten._softmax,
+    F.log_softmax: aten._log_softmax,
+    torch.log_softmax: aten._log_softmax,
+    Tensor.log_softmax: aten._log_softmax,
 }
 """Functions to the operator that is behind them."""
 
@@ -108,14 +109,41 @@ def asking_for_fp32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return {**kwargs, "dtype": torch.float32}
 
 
-def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """CUDA's kernel reads fp16 and writes fp32 without a copy; not so bf16 (aten/src/ATen/native/SoftMax.cpp)."""
+def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_input: bool = False) -> Tensor:
+    """CUDA's kernel reads fp16 and writes fp32 without a copy; not so bf16 (aten/src/ATen/native/SoftMax.cpp).
+
+    ``keeps_input`` is how torch up to 1.10 does it.
+    """
     tensor, *others = args if args else (kwargs["input"],)
     dim = kwargs.get("dim", others[0] if others else None)
     dtype = kwargs.get("dtype") or next((value for value in others if isinstance(value, torch.dtype)), None)
-    if tensor.dtype == torch.float16 and dtype == torch.float32 and isinstance(dim, int):
+    fused = tensor.dtype == torch.float16 and dtype == torch.float32 and isinstance(dim, int)
+    if keeps_input:
+        apply: Any = KeepingSoftmax.apply
+        log = SOFTMAXES[func] is aten._log_softmax
+        return apply(tensor if fused or dtype is None else tensor.to(dtype), dim, fused, log)  # type: ignore[no-any-return]
+    if fused:
         return SOFTMAXES[func](tensor, dim, True)  # type: ignore[no-any-return]
     return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class KeepingSoftmax(torch.autograd.Function):
+    """softmax and log_softmax of torch up to 1.10, whose input stays until the backward pass (pytorch#65242)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dim: int, to_fp32: bool, log: bool) -> Tensor:
+        """As the operator does; ``to_fp32`` writes fp32 from an fp16 input."""
+        result: Tensor = (aten._log_softmax if log else aten._softmax)(input, dim, to_fp32)
+        ctx.save_for_backward(input, result)
+        ctx.dim, ctx.log = dim, log
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """Reads the result alone."""
+        input, result = ctx.saved_tensors
+        backward = aten._log_softmax_backward_data if ctx.log else aten._softmax_backward_data
+        return backward(grad_output, result, ctx.dim, input.dtype), None, None, None
 
 
 def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:

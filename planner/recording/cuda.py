@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from planner.recording import autocast
+from planner.recording import autocast, flash_attention
 from planner.recording.kernels import Target
 
 aten = torch.ops.aten
@@ -74,9 +74,9 @@ class CudaSemantics(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._casting:
-            if func in autocast.LOWER_PRECISION:
+            if func in autocast.LOWER_PRECISION or func is flash_attention.attend:
                 args, kwargs = autocast.cast_tensors((args, kwargs), self._to_low)
-            elif func in autocast.FP32:
+            elif func in autocast.FP32 or (func is F.gelu and self._target.autocasts_gelu_to_fp32):
                 args, kwargs = autocast.cast_tensors((args, kwargs), autocast.to_fp32)
             elif func in autocast.FP32_RESULT:
                 kwargs = autocast.asking_for_fp32(args, kwargs)
@@ -89,7 +89,7 @@ class CudaSemantics(TorchFunctionMode):
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func in autocast.SOFTMAXES:
-            return autocast.softmax(func, args, kwargs)
+            return autocast.softmax(func, args, kwargs, keeps_input=self._target.softmax_keeps_input)
         return func(*args, **kwargs)
 
     def _to_low(self, tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class CudaSemantics(TorchFunctionMode):
         if not tensor.is_floating_point() or tensor.dtype in (self._dtype, torch.float64):
             return tensor
         cacheable = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        if not cacheable or not torch.is_grad_enabled():
+        if not cacheable:
             return tensor.to(self._dtype)
         if id(tensor) not in self._weights:
             self._weights[id(tensor)] = (tensor, tensor.to(self._dtype))

@@ -26,6 +26,18 @@ class Target:
 
     compute_capability: tuple[int, int]
     """Major and minor."""
+    torch_release: tuple[int, int] | None = None
+    """Whose kernels run, where measurements of an older torch are reproduced; None is the installed one."""
+
+    @property
+    def softmax_keeps_input(self) -> bool:
+        """Until 1.10 softmax and log_softmax saved their input for the backward pass (pytorch/pytorch#65242)."""
+        return self.torch_release is not None and self.torch_release < (1, 11)
+
+    @property
+    def autocasts_gelu_to_fp32(self) -> bool:
+        """Until 1.9 gelu was on autocast's fp32 list (pytorch/pytorch#59639)."""
+        return self.torch_release is not None and self.torch_release < (1, 10)
 
     @property
     def has_flash_attention(self) -> bool:
@@ -83,6 +95,12 @@ def _layer_norm_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scra
     rows = x.numel() // columns
     for _ in range(2):
         yield Scratch(-(-rows * columns * weight.element_size() // 32), rows, 64 * 1024)
+
+
+def _softmax_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
+    """``tmp = grad * output``, beside the result (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    grad, output = args[0], args[1]
+    yield Scratch(output.numel() * max(grad.element_size(), output.element_size()))
 
 
 def _embedding_backward(args: tuple[Any, ...], target: Target) -> Iterator[Scratch]:
@@ -144,6 +162,7 @@ _WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Target], Iterator[Scratch]]] =
     aten.addmm.default: _matmul_copies,
     aten.baddbmm.default: _matmul_copies,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._softmax_backward_data.default: _softmax_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
@@ -153,7 +172,7 @@ _WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Target], Iterator[Scratch]]] =
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "fp16"}
 
 _NOT_READ: dict[Any, int] = {
     # overwritten, whatever was there

@@ -6,7 +6,7 @@ import gzip
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PARAMETERS, INPUTS, ACTIVATIONS, TEMPORARIES, GRADIENTS, OPTIMIZER, WORKSPACE = range(7)
 CATEGORY_NAMES = (
@@ -108,6 +108,25 @@ class Recording:
         for name, make in (("gradients", tuple), ("gates", tuple), ("ops", _op_from_row)):
             fields[name] = [make(row) for row in fields[name]]
         return cls(**fields)
+
+
+class Origin(NamedTuple):
+    """What made a block."""
+
+    module: str
+    """The module's name in the model, or the tensor's that an optimizer's state belongs to; empty outside."""
+    kind: str
+    """The module's class; empty outside."""
+    operator: str
+    """The operator (``aten::mm``), or the name of a tensor that was there before any ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRecording(Recording):
+    """A recording that knows where its blocks come from; its layers are indices of modules."""
+
+    origins: list[Origin]
+    """``origins[k]`` made block ``k``; ``origins[0]`` is unused."""
 
 
 def _op_from_row(row: list[Any]) -> Op:

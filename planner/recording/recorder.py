@@ -34,6 +34,10 @@ _SOLE_TENSOR_USES, _SOLE_STORAGE_USES = 4, 2
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default})
 
 
+Conversions = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
+"""Tensors, and the bytes of those that they are made from."""
+
+
 class Recorder(TorchDispatchMode):
     """Records every storage that appears and disappears on one device, and every operator.
 
@@ -109,12 +113,28 @@ class Recorder(TorchDispatchMode):
         finally:
             self._category = before
 
-    def adopt(self, tensors: Iterable[tuple[Tensor, int]], category: int = PARAMETERS) -> None:
-        """Write the allocation of tensors that exist already, in the given order, each with its layer."""
+    def adopt(
+        self, tensors: Iterable[tuple[Tensor, int]], category: int = PARAMETERS, converted: Conversions = ()
+    ) -> None:
+        """Write the allocation of tensors that exist already, in the given order, each with its layer.
+
+        ``converted``: tensors that follow each other and are made from others, of so many bytes, which go with the
+        last of them.
+        """
+        sources = {id(parts[0]): nbytes for parts, nbytes in converted}
+        last = {id(parts[-1]) for parts, _ in converted}
+        held: list[int] = []
         with self.categorised(category):
             for tensor, self._layer in tensors:
+                held += [self._allocate(nbytes, TEMPORARIES) for nbytes in sources.get(id(tensor), ())]
                 self._track(tensor)
+                while held and id(tensor) in last:
+                    self._release(held.pop())
         self._layer = OUTSIDE_LAYERS
+
+    def reserve(self) -> None:
+        """Allocate a block and free it again, to have its memory in the cache; its size is left open."""
+        self._release(self._allocate(0, TEMPORARIES))
 
     def block(self, tensor: Tensor) -> int | None:
         """The block that holds a tensor, or None when it was never seen."""

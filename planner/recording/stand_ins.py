@@ -9,6 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+PAGED_FROM = 100_000
+"""Elements from which bitsandbytes' paged optimizers page a tensor's state."""
+OUTLIER_THRESHOLD = 6.0
+"""Activations from which transformers' BitsAndBytesConfig leaves a column out of int8 (llm_int8_threshold)."""
+OUTLIER_COLUMNS = 7
+"""Such columns in a layer's input, which only data tell: Dettmers et al. 2022 find up to 7 of a hidden state's."""
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -32,11 +40,13 @@ class EightBitAdamW(torch.optim.Optimizer):
     """``bitsandbytes.optim.AdamW8bit`` (0.50: bitsandbytes/optim/optimizer.py, Optimizer2State.init_state).
 
     Two uint8 states with an fp32 scale for each 256 elements; fp32 states below 4096 elements; two quantization
-    maps of 256 floats for all.
+    maps of 256 floats for all. Paged, the states of 100,000 elements and more are in CUDA's managed memory
+    (get_state_buffer, functional.py get_paged): outside of torch's allocator, and evicted where others need the card.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], *, paged: bool = False) -> None:
         super().__init__(parameters, {})
+        self._paged = paged
         self._maps: list[Tensor] = []
 
     @torch.no_grad()
@@ -54,14 +64,27 @@ class EightBitAdamW(torch.optim.Optimizer):
             return
         if not self._maps:
             self._maps = [torch.zeros(256, device=parameter.device) for _ in range(2)]
-        for name in ("state1", "state2"):
-            state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+        if not self._paged or parameter.numel() < PAGED_FROM:
+            for name in ("state1", "state2"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
         for name in ("absmax1", "absmax2"):
             state[name] = torch.zeros(-(-parameter.numel() // 256), device=parameter.device)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def features(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer; GPT-2's Conv1D holds its weight the other way round."""
+    rows, columns = linear.weight.shape
+    return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)
+
+
+def arrived(linear: Any) -> tuple[int, ...]:
+    """Bytes on the card before quantization: the weight, for Conv1D also its transpose (Params4bit._quantize)."""
+    nbytes = int(linear.weight.nbytes)
+    return (nbytes,) if isinstance(linear, nn.Linear) else (nbytes, nbytes)
 
 
 class Nf4Linear(nn.Linear):
@@ -71,14 +94,15 @@ class Nf4Linear(nn.Linear):
     one uint8 for each 64 elements, one fp32 for each 256 of those, two code books and an offset.
     """
 
-    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+    def __init__(self, linear: Any, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = features(linear)
         self.compute_dtype = compute_dtype
+        self.loaded_from = arrived(linear)
         elements, device = linear.weight.numel(), linear.weight.device
         packed = torch.empty((elements + 1) // 2, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
+        self.bias: Any = linear.bias
         scales = -(-elements // 64)
         for name, size, dtype in (
             ("absmax", scales, torch.uint8),
@@ -90,12 +114,12 @@ class Nf4Linear(nn.Linear):
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
-        """In the compute type, back to the input's; peft's wrapper of the real layer clones the result."""
+        """In the compute type, back to the input's."""
         x = input.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         apply: Any = Matmul4Bit.apply
         out: Tensor = apply(x, self.weight, bias, (self.out_features, self.in_features))
-        return out.to(input.dtype).clone()
+        return out.to(input.dtype)
 
 
 @torch.library.custom_op("vramplan::dequantized", mutates_args=())
@@ -139,3 +163,87 @@ class Matmul4Bit(torch.autograd.Function):
         del scales
         with torch._C.DisableTorchFunction():
             return torch.matmul(grad_output, weight.to(grad_output.dtype)), None, None, None
+
+
+class Int8Linear(nn.Linear):
+    """``bitsandbytes.nn.Linear8bitLt(has_fp16_weights=False)`` (0.50): a byte an element, one fp32 scale a row."""
+
+    def __init__(self, linear: Any) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = features(linear)
+        self.loaded_from = (linear.weight.nbytes, 2 * linear.weight.numel())  # Int8Params._quantize: of an fp16 copy
+        codes = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device=linear.weight.device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.bias: Any = linear.bias
+        self.register_buffer("scales", torch.empty(self.out_features, device=codes.device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """In the input's type."""
+        apply: Any = Matmul8Bit.apply
+        out: Tensor = apply(input, self.weight, self.scales, self.bias)
+        return out
+
+
+class Matmul8Bit(torch.autograd.Function):
+    """bitsandbytes/autograd/_functions.py, MatMul8bitLt: rows of the input in int8, but for columns with outliers.
+
+    Like the real one it keeps its input and those columns as attributes: activation checkpointing, which drops what
+    is saved for the backward pass, doesn't drop them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias``"""
+        shape = x.shape
+        x = x.reshape(-1, shape[-1]) if x.dim() == 3 else x
+        codes, _row_scales, columns = _quantized_rows(x.to(torch.float16))
+        outlying = x[:, columns]
+        weight_columns = (weight[:, columns] * scales.unsqueeze(1)).to(x.dtype).t()
+        out = _scaled_product(codes, weight, bias, x.dtype).addmm(outlying, weight_columns)
+        ctx.kept = outlying, x, columns
+        ctx.weight, ctx.scales, ctx.shape, ctx.dtype = weight, scales, shape, x.dtype
+        return out.reshape(*shape[:-1], -1) if len(shape) == 3 else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """``grad_output @ weight``, from a copy of the weight in the input's type."""
+        if grad_output.dim() == 3:
+            grad_output = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
+        weight = ctx.weight.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1 / 127))
+        return torch.matmul(grad_output.to(ctx.dtype), weight).view(ctx.shape), None, None, None
+
+
+def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """backends/cuda/ops.py, int8_vectorwise_quant: int8 rows, their scales, and the columns with outliers."""
+    row_scales = torch.empty(len(x), device=x.device)
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    outliers = x.abs() >= OUTLIER_THRESHOLD
+    outliers.any()
+    outliers.any(dim=0)
+    columns = torch.zeros(min(OUTLIER_COLUMNS, x.shape[1]), dtype=torch.int64, device=x.device)
+    return codes, row_scales, columns
+
+
+def _scaled_product(codes: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """backends/default/ops.py, int8_scaled_mm: an int32 product, scaled to fp16 (int8_mm_dequant), cast."""
+    product = int8_matmul(codes, weight)
+    out = torch.empty_like(product, dtype=torch.float16)
+    if bias is not None and bias.dtype != torch.float16:  # else within the kernel
+        out.add_(bias)
+    return out.to(dtype)
+
+
+@torch.library.custom_op("vramplan::int8_matmul", mutates_args=())
+def int8_matmul(codes: Tensor, weight: Tensor) -> Tensor:
+    """The int32 product that cuBLASLt makes of int8 rows and an int8 weight."""
+    return torch.empty(len(codes), len(weight), dtype=torch.int32, device=codes.device)
+
+
+@int8_matmul.register_fake
+def _(codes: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty(len(codes), len(weight), dtype=torch.int32, device=codes.device)
+
+
+@register_flop_formula(torch.ops.vramplan.int8_matmul)
+def _int8_matmul_flops(codes: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(codes[0]) * int(codes[1]) * int(weight[0])
