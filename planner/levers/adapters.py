@@ -51,9 +51,9 @@ class AdaptersLever(Lever):
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
             # peft/tuners/tuners_utils.py, _cast_input_dtype: else each adapted layer makes an fp32 copy of its input
-            for module in wrapped.modules():
-                if isinstance(module, BaseTunerLayer):
-                    module.cast_input_dtype_enabled = False
+            adapted: list[Any] = [module for module in wrapped.modules() if isinstance(module, BaseTunerLayer)]
+            for layer in adapted:
+                layer.cast_input_dtype_enabled = False
         if config.quantization != "none":
             from planner.recording.quantized_lora import adapt
 
