@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from planner.budget import Memory
@@ -120,14 +121,33 @@ def search(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failing trial is told by the exception that ends the search
     result = SearchResult()
+    if trials is None and (hopeless := _none_can_fit(space, simulator)):
+        result.trials += hopeless
+        return result
     budget = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
     study = optuna.create_study(direction="maximize", sampler=_sampler(space, budget, seed))
     if budget < space.size:  # a few trials must not miss that something fits at all
-        for chosen in space.frugal():
+        for chosen in islice(space.least(), 2):
             study.enqueue_trial(chosen)
     seen: set[TrainingConfig] = set()
     study.optimize(lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s)
     return result
+
+
+def _none_can_fit(space: Space, simulator: Simulator) -> list[Trial]:
+    """The trials that show that nothing in the space fits, without looking at the rest; none where something may.
+
+    Levers' claims to lower memory hold for allocated bytes: a configuration that only its fragments keep out decides
+    nothing.
+    """
+    looked: list[Trial] = []
+    for chosen in space.least():
+        trial = evaluate(space.configuration(chosen), simulator)
+        memory = trial.memory
+        if memory is None or memory.peak_allocated_bytes <= simulator.budget.allocator_bytes(trial.config):
+            return []
+        looked.append(trial)
+    return looked
 
 
 def _sampler(space: Space, budget: int, seed: int) -> optuna.samplers.BaseSampler:

@@ -8,7 +8,7 @@ from itertools import product
 
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
-from planner.levers import LEVERS, Choice, Context
+from planner.levers import LEVERS, Choice, Context, conflict
 from planner.request import PlanRequest
 
 DEFAULT_EFFECTIVE_BATCH_SIZE = 32
@@ -43,15 +43,26 @@ class Space:
         for combination in product(*self.values.values()):
             yield self.configuration(dict(zip(self.values, combination, strict=True)))
 
-    def frugal(self) -> Iterator[dict[str, str]]:
-        """The values that claim to need least memory, at the smallest micro-batches, two sequences before one."""
-        chosen = {}
+    def least(self) -> Iterator[dict[str, str]]:
+        """The values of every possible configuration than which no other claims to need less memory.
+
+        At the smallest micro-batches, two sequences before one. What fits nowhere among these fits nowhere.
+        """
+        smallest = sorted(self.values["micro_batch_size"], key=int)[1::-1]
+        for combination in product(*({**self.values, "micro_batch_size": smallest}).values()):
+            chosen = dict(zip(self.values, combination, strict=True))
+            if self._is_possible(chosen) and not any(map(self._is_possible, self._below(chosen))):
+                yield chosen
+
+    def _below(self, chosen: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        """What one change of one lever claims to lower the memory to."""
         for lever in LEVERS:
-            options = self.values[lever.field]
-            beaten = {worse for better, worse in lever.lowers_memory if better in options}
-            chosen[lever.field] = next((value for value in options if value not in beaten), options[0])
-        for micro_batch_size in sorted(self.values["micro_batch_size"], key=int)[1::-1]:
-            yield {**chosen, "micro_batch_size": micro_batch_size}
+            for better, worse in lever.lowers_memory:
+                if chosen[lever.field] == worse and better in self.values[lever.field]:
+                    yield {**chosen, lever.field: better}
+
+    def _is_possible(self, chosen: Mapping[str, str]) -> bool:
+        return not conflict(self.configuration(chosen))
 
     def configuration(self, chosen: Mapping[str, str]) -> TrainingConfig:
         """The configuration with these values."""

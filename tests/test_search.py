@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from planner.hardware import ceiling_bytes, typical_card
-from planner.levers import Context
+from planner.levers import Context, conflict
 from planner.models import resolve_model
 from planner.request import make_request
 from planner.search import EXHAUSTIVE_UP_TO, evaluate, search
@@ -97,3 +97,27 @@ def test_one_trial_finds_that_something_fits():
     result = search(space, simulator, trials=1)
     assert ["full"] == [trial.config.checkpointing for trial in result.trials]
     assert result.best is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "seq_len"),
+    [("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256), ("distilgpt2", "causal-lm", 512)],
+)
+def test_what_fits_nowhere_among_the_least_fits_nowhere(model: str, task: str, seq_len: int) -> None:
+    """No configuration of the space allocates less than the least of those that claim to."""
+    space, simulator = make(model, task, seq_len, 8)
+    possible = [config for config in space.configurations() if not conflict(config)]
+    least = [space.configuration(chosen) for chosen in space.least()]
+    needs = [min(simulator.memory(c).peak_allocated_bytes for c in configs) for configs in (possible, least)]
+    assert needs[0] == needs[1]
+    assert len(least) < len(possible) / 4
+
+
+def test_a_hopeless_space_is_given_up_early() -> None:
+    """And the trials that show it are there, each with its need."""
+    space, _ = make("distilgpt2", "causal-lm", 512, 8)
+    _, simulator = make("distilgpt2", "causal-lm", 512, 1)
+    result = search(space, simulator)
+    assert result.best is None
+    assert 0 < len(result.trials) < space.size / 4
+    assert result.closest(simulator) is not None
