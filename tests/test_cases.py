@@ -1,7 +1,8 @@
 """Trouble that people reported, as numbers that must come out: bert-base-uncased and gpt2 at full size.
 
 Where a case counted what is saved for the backward pass on a CPU, dropout masks took four bytes an element there;
-CUDA's fused dropout keeps one. The expectations here are CUDA's.
+CUDA's fused dropout keeps one. The expectations here are CUDA's. Cases about configurations that cannot work are in
+test_cases_validity.py, F03 (order of lengths) in test_epoch.py, I13 (host memory) in test_offload.py.
 """
 
 from __future__ import annotations
@@ -212,6 +213,26 @@ DEBERTA_V2_XXLARGE = {
     "position_biased_input": False,
 }
 """microsoft/deberta-v2-xxlarge's sizes (its config.json)."""
+
+
+class TestE03:
+    """Evaluating a masked language model gathered the logits of every batch: 1000 x 512 x 30522 of them."""
+
+    def test_the_plan_shows_what_evaluation_holds(self) -> None:
+        """One batch's logits beside weights and optimizer state, whatever the number of samples: less than training."""
+        phases = estimate(
+            model="bert-base-uncased",
+            vram="24GB",
+            task="masked-lm",
+            micro_batch_size=8,
+            seq_len=512,
+            precision="bf16-amp",
+        ).phases
+        logits_bytes = 8 * 512 * 30522 * 4
+        weights_and_state_bytes = 12 * 109_514_298
+        evaluate = phases["evaluate"]["peak_allocated_bytes"]
+        assert weights_and_state_bytes + logits_bytes < evaluate < weights_and_state_bytes + 4 * logits_bytes
+        assert evaluate < phases["steady_step"]["peak_allocated_bytes"]
 
 
 @pytest.mark.slow
