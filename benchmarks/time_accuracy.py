@@ -181,14 +181,24 @@ def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[Skipped]]:
     for row in rows:
         if row.throughput is None:
             continue
-        run = run_for(for_time(row))
+        reason = _not_timed(row)
+        run = Skipped(row=row, reason=reason) if reason else run_for(for_time(row))
         if isinstance(run, Skipped):
             skipped.append(run)
-        elif row["throughput_unit"] not in _SECONDS:
-            skipped.append(Skipped(row=row, reason=f"speed in {row['throughput_unit']!r}"))
         else:
             cases.append(Case(row=row, run=run, measured_s=_SECONDS[row["throughput_unit"]](row.throughput, run)))
     return cases, skipped
+
+
+def _not_timed(row: Row) -> str:
+    """Why a row's speed is not compared, before anything is recorded; empty where it is."""
+    if row["kind"] != "train":
+        return "generation or inference: the time model is of a training step"
+    if row["throughput_unit"] not in _SECONDS:
+        return f"speed in {row['throughput_unit']!r}"
+    if "triton" in row["notes"]:
+        return "fused kernels: their memory is reproduced, their speed is not known"
+    return ""
 
 
 _SECONDS: dict[str, Callable[[float, Run], float]] = {

@@ -217,3 +217,20 @@ def test_adapters_are_those_that_the_source_counts(read, method, published):
             model = lever.change_model(model, setup.config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert published == pytest.approx(trained * 16 / 1e6, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kind": "inference"}, "generation"),
+        ({"throughput_unit": "tokens/day"}, "tokens/day"),
+        ({"notes": "fused rope triton kernels"}, "fused kernels"),
+    ],
+)
+def test_what_is_no_step_of_known_speed_is_left_out_unrecorded(
+    tmp_path: Path, fields: dict[str, str], said: str
+) -> None:
+    """With the reason in the CSV."""
+    cases, skipped = time_accuracy.read_cases(load_rows(write_rows(tmp_path / "rows.csv", fields)))
+    assert not cases
+    assert [said in item.reason for item in skipped] == [True]
