@@ -61,10 +61,9 @@ class Setup:
 
 
 def card_of(row: Row) -> Card:
-    """The row's card; a laptop's or an unlisted size of it counts as the nearest listed one."""
-    name = row.gpu.split("(")[0].replace("NVIDIA", "").strip()
-    vram = whole(row["vram_gb"])
-    return find_card(name, vram_bytes=vram * GIB if vram else None)
+    """The row's card, by its whole name: a laptop's is slower and holds other sizes than the desktop's."""
+    vram_gib = whole(row["vram_gb"])
+    return find_card(row.gpu, vram_bytes=vram_gib * GIB if vram_gib else None)
 
 
 def structure(**fields: Any) -> TrainingConfig:

@@ -30,14 +30,12 @@ from ground_truth import Row, Run, Skipped, load_rows, run_for
 from numpy.typing import NDArray
 from qwen import for_time
 from reproduction import Setup
-from rows import whole
 from scipy.optimize import least_squares
+from setups import card_of
 
-from planner.errors import InputError
-from planner.hardware import Card, find_card
+from planner.hardware import Card
 from planner.recording.record import Op
 from planner.timing import Achievable, Operators, Pass, achievable, parameter_bytes, update_seconds
-from planner.units import GIB
 
 Amounts = NDArray[np.int64]
 
@@ -105,14 +103,10 @@ class Case:
         """Whether its source is fitted to."""
         return self.row.source in CALIBRATION_SOURCES
 
-    @cached_property
+    @property
     def card(self) -> Card:
-        """The row's card. A laptop's is slower than the desktop's that stands in for it where memory is looked at."""
-        try:
-            vram_gib = whole(self.row["vram_gb"])
-            return find_card(self.row.gpu, vram_bytes=vram_gib * GIB if vram_gib else None)
-        except InputError:
-            return self.run.card
+        """The row's card."""
+        return card_of(self.row)
 
     @property
     def group(self) -> tuple[str, str, str]:
