@@ -212,7 +212,7 @@ def _source(key: str, setup: Setup) -> Any:
 
         from planner.levers import LEVERS
         from planner.recording.kernels import Target
-        from planner.step import StepSource
+        from planner.recording.source import StepSource
 
         _sources.clear()
         model = setup.workload.build_model(

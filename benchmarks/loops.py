@@ -21,7 +21,7 @@ from planner.memory.polynomials import Shape
 from planner.recording.cuda import CudaSemantics
 from planner.recording.record import INPUTS, OPTIMIZER, TEMPORARIES, Recording
 from planner.recording.recorder import Recorder
-from planner.step import StepSource, recording_modes
+from planner.recording.source import StepSource, recording_modes
 
 ITERATION = "iteration_{}"
 """Phase that begins an iteration; the last one is the steady state, and ``end`` ends it."""

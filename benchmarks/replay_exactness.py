@@ -122,7 +122,7 @@ def random_shapes(model: str, configuration: str, count: int, seed: int) -> list
 def comparisons(model: str, configuration: str, shapes: list[tuple[Shape, bool]]) -> Iterator[dict[str, Any]]:
     """Replay and fresh recording at each shape."""
     from planner.recording.kernels import Target
-    from planner.step import make_source
+    from planner.recording.source import make_source
 
     card = find_card(CARD)
     target_seq_len = TARGET_SEQ_LEN if MODELS[model] == "seq2seq-lm" else None

@@ -44,6 +44,8 @@ class Card:
     """False before compute capability 7.0 and on the GTX 16 series, which is 7.5 without them."""
     source: str
     """Where each value comes from."""
+    kind: str = "cuda"
+    """torch's device type: ``cuda``, or ``cpu`` where the processor and its memory are the card."""
 
     @property
     def label(self) -> str:
@@ -52,8 +54,8 @@ class Card:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether bf16 runs in hardware; torch also says yes to cards that emulate it."""
-        return self.compute_capability >= (8, 0)
+        """Whether bf16 runs in hardware; torch also says yes to cards that emulate it. CPUs without it widen it."""
+        return self.kind == "cpu" or self.compute_capability >= (8, 0)
 
     @property
     def supports_tf32(self) -> bool:
@@ -72,6 +74,7 @@ class Card:
             "pcie_bytes_per_s": self.pcie_bytes_per_s,
             "has_tensor_cores": self.has_tensor_cores,
             "source": self.source,
+            "kind": self.kind,
         }
 
 

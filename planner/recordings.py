@@ -20,7 +20,7 @@ from planner.recording.repetition import NotRegularError, Stack
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.step import StepSource
+    from planner.recording.source import StepSource
 
 Structure = dict[str, Any]
 """The fields of a configuration that decide which events its step has."""
@@ -123,7 +123,7 @@ class Recordings:
         structure = self.structure(config)
         key = repr(structure)
         if key not in self._stacks:
-            from planner.step import plan_stacks
+            from planner.recording.source import plan_stacks
 
             self._stacks[key] = plan_stacks(self.workload, config, self.facts.stacks)
         try:
@@ -147,7 +147,7 @@ class Recordings:
         }
 
         def record() -> Recording:
-            from planner.step import record_update
+            from planner.recording.source import record_update
 
             return record_update(self._source(config, structure), config.optimizer, config.offload, masters=masters)
 
@@ -155,7 +155,7 @@ class Recordings:
 
     def _source(self, config: TrainingConfig, structure: Structure, stacks: tuple[Stack, ...] = ()) -> StepSource:
         from planner.recording.kernels import Target
-        from planner.step import make_source
+        from planner.recording.source import make_source
 
         key = repr((structure, stacks))
         if key not in self._sources:

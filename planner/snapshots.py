@@ -21,7 +21,7 @@ from planner.simulation import Simulator, cublas_workspace_bytes
 
 if TYPE_CHECKING:
     from planner.plans import Plan
-    from planner.step import StepSource
+    from planner.recording.source import StepSource
 
 
 class NamedRecordings(Recordings):

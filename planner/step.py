@@ -1,4 +1,4 @@
-"""The one step: built from a configuration, run on tensors without data, and written down.
+"""The one step: built from a configuration, the same for the simulator and for a trial on a real device.
 
 The order is the emitted script's: batch to the device, forward under autocast, loss in fp32, outputs dropped,
 backward, batch dropped; after the last micro-batch clip, update, and gradients set to None.
@@ -6,266 +6,97 @@ backward, batch dropped; after the last micro-batch clip, update, and gradients 
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from planner.config import TrainingConfig
-from planner.errors import InputError, RecordingError
 from planner.levers import LEVERS
-from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
 from planner.levers.fused_loss import loss_of_outputs
-from planner.levers.offload import ON_HOST
-from planner.levers.optimizer import make_optimizer
-from planner.levers.precision import autocast_dtype, base_dtype
-from planner.memory.polynomials import Shape
-from planner.recording.cuda import CudaSemantics
-from planner.recording.kernels import Target
-from planner.recording.loading import load_quantized, warmed_up
-from planner.recording.record import (
-    ACTIVATIONS,
-    INPUTS,
-    OPTIMIZER,
-    OUTSIDE_LAYERS,
-    PARAMETERS,
-    TEMPORARIES,
-    Recording,
-)
-from planner.recording.recorder import Recorder
-from planner.recording.repetition import Stack, repeat_layers
-from planner.recording.transfers import CastsAreNotKept, gradients_to_host, layer_weights
-from planner.workload import Workload, device_tensors, loss_of
+from planner.levers.precision import base_dtype
+from planner.recording.record import ACTIVATIONS, INPUTS, TEMPORARIES
+from planner.workload import Workload, loss_of
+
+MakeBatch = Callable[[], dict[str, Tensor]]
+"""Makes a micro-batch on the device."""
+Autocasting = Callable[[], AbstractContextManager[Any]]
+"""The region that autocast covers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSource:
-    """What a step is recorded from: one model, built once, recorded at many shapes."""
+class Watcher(Protocol):
+    """What is told where in the step it is: a Recorder, or what resets a device's peaks."""
 
-    workload: Workload
-    """Model and task."""
-    config: TrainingConfig
-    """The structure; its micro-batch and length are not looked at."""
-    model: nn.Module
-    """The model with every lever applied; shallow where ``stacks`` repeat."""
-    stacks: tuple[Stack, ...]
-    """How the model's layers become those of the model that is asked for."""
-    target: Target
-    """What the card does to kernels."""
-    new_recorder: Callable[[Target], Recorder] = Recorder
-    """What writes a recording."""
-
-    def record(self, shape: Shape) -> Recording:
-        """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``.
-
-        Raises RecordingError, and NotRegularError when the layers don't repeat as a shallow model's must.
-        """
-        self.model.zero_grad(set_to_none=True)
-        return self._record(shape, run_micro_batch)
-
-    def record_evaluation(self, shape: Shape) -> Recording:
-        """Load, and one micro-batch of the emitted script's ``evaluate``: no gradients, no dropout.
-
-        Raises what ``record`` raises.
-        """
-        self.model.eval()
-        try:
-            return self._record(shape, run_evaluation_batch)
-        finally:
-            self.model.train()
-
-    def _record(self, shape: Shape, run: Callable[..., None]) -> Recording:
-        with _model_code(self.workload, self.config):
-            recording = _record(self, shape, run)
-        recording = repeat_layers(recording, self.stacks)
-        return warmed_up(recording) if self.config.quantization != "none" else recording
-
-    @property
-    def trainable(self) -> list[Tensor]:
-        """The parameters that the optimizer gets, in model order."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+    def phase(self, name: str, *, category: int = ACTIVATIONS, backward: bool = False) -> None:
+        """A phase begins: inputs, forward, backward, end."""
 
 
-def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
-    """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
-    with _model_code(workload, config):
-        model = _build(workload, config, stacks)
-    return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
+def build_model(workload: Workload, config: TrainingConfig, *, device: str = "meta", **changes: Any) -> nn.Module:
+    """The model with every lever applied, in training mode; on a device other than meta with random weights.
 
-
-def _build(workload: Workload, config: TrainingConfig, stacks: Sequence[Stack]) -> nn.Module:
+    ``changes`` replace values of the model's configuration (for example the number of layers).
+    """
     from transformers.initialization import no_init_weights
 
-    # no initialisation: there is no data, and that of peft's adapters alone would take seconds
-    with warnings.catch_warnings(), no_init_weights():
+    # no initialisation where there is no data: that of peft's adapters alone would take seconds
+    without_data = no_init_weights() if device == "meta" else nullcontext()
+    with warnings.catch_warnings(), without_data:
         warnings.simplefilter("ignore")  # about peft's use of older names, and its own correction of its settings
         model = workload.build_model(
-            attention=config.attention,
-            dtype=base_dtype(config.precision, config.method),
-            **_shallow(workload, stacks),
+            attention=config.attention, dtype=base_dtype(config.precision, config.method), device=device, **changes
         )
         for lever in LEVERS:
             model = lever.change_model(model, config)
     return model.train()
 
 
-# transformers' names for the number of layers of a stack: the common one, then encoders' and decoders'.
-_DEPTH_FIELDS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-
-
-def plan_stacks(workload: Workload, config: TrainingConfig, layers_of_stacks: Sequence[int]) -> tuple[Stack, ...]:
-    """How to record a shallow model instead; empty when there is nothing to gain."""
-    period = every_n(config.checkpointing) or 1
-    types = getattr(workload.hf_config(), "layer_types", None)
-    if types:
-        period = math.lcm(period, _period(types))
-    stacks = tuple(Stack(layers=count, period=period) for count in layers_of_stacks)
-    if not any(stack.repeats for stack in stacks) or any(stack.layers % period for stack in stacks):
-        return ()
-    try:
-        shallow = workload.build_model(attention=config.attention, dtype=torch.float32, **_shallow(workload, stacks))
-    except Exception:  # the model's own code may refuse the changed configuration in any way: record it whole
-        return ()
-    return stacks if stack_sizes(shallow) == [stack.template_layers for stack in stacks] else ()
-
-
-def _period(types: Sequence[str]) -> int:
-    return next(p for p in range(1, len(types) + 1) if list(types) == (list(types[:p]) * len(types))[: len(types)])
-
-
-def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
-    """Changes to the model's configuration that leave it the stacks' template layers."""
-    config = workload.hf_config()
-    changes: dict[str, Any] = {}
-    for stack in stacks if any(stack.repeats for stack in stacks) else ():
-        for name in _DEPTH_FIELDS:
-            if getattr(config, name, None) == stack.layers:
-                changes[config.attribute_map.get(name, name)] = stack.template_layers
-        for name, value in config.to_dict().items():  # lists with an entry for each layer: layer_types and the like
-            if isinstance(value, list) and len(value) == stack.layers:
-                changes[name] = value[: stack.template_layers]
-    return changes
-
-
-@contextmanager
-def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, CudaSemantics]]:
-    """The model on the card, and everything that runs within the block written down."""
-    recorder = source.new_recorder(source.target)
-    layers_on_host = source.config.offload == "parameters"
-    kind = CastsAreNotKept if layers_on_host else CudaSemantics
-    semantics = kind(source.target, autocast_dtype=autocast_dtype(source.config.precision))
-    with ExitStack() as stack:
-        for handle in _hooks(source.model, recorder, semantics, layers_on_host=layers_on_host):
-            stack.callback(handle.remove)
-        stack.enter_context(_recomputation(source.model, recorder, semantics))
-        stack.enter_context(semantics)
-        stack.enter_context(recorder)
-        recorder.phase("load", category=PARAMETERS)
-        on_card = device_tensors(source.model, checkpointing_layers(source.model))
-        if source.config.quantization != "none":
-            load_quantized(recorder, source.model, on_card)
-        else:
-            recorder.adopt(_without_layers(on_card, source.model) if layers_on_host else on_card)
-        yield recorder, semantics
-
-
-def _without_layers(tensors: Iterable[tuple[Tensor, int]], model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """In the order of the emitted script's ``keep_layers_on_host``: parameters first, then buffers."""
-    on_host = {id(p) for weights in layer_weights(model, checkpointing_layers(model)) for p in weights}
-    layer_of = {id(tensor): layer for tensor, layer in tensors}
-    buffers = (buffer for module in model.modules() for buffer in module.buffers(recurse=False))
-    moved = (*(p for p in model.parameters() if id(p) not in on_host), *buffers)
-    return ((tensor, layer_of[id(tensor)]) for tensor in moved)
-
-
-def _record(source: StepSource, shape: Shape, run: Callable[..., None]) -> Recording:
-    with recording_modes(source) as (recorder, semantics):
-        autocasting = semantics.autocasting if autocast_dtype(source.config.precision) else None
-        run(source.workload, source.model, shape, recorder, autocasting)
-    return recorder.recording()
-
-
-def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics, *, layers_on_host: bool) -> Iterable[Any]:
-    trained = (p for p in model.parameters() if p.requires_grad)
-    yield from gradients_to_host(trained) if layers_on_host else recorder.watch_gradients(trained)
-    yield from recorder.watch_layers(checkpointing_layers(model))
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__:  # their code runs under maybe_autocast(enabled=False)
-            yield from semantics.exempt(module)
-
-
-@contextmanager
-def _recomputation(model: nn.Module, recorder: Recorder, semantics: CudaSemantics) -> Iterator[None]:
-    """Have torch.utils.checkpoint enter the modes' contexts when it recomputes a layer (its ``context_fn``)."""
-
-    @contextmanager
-    def recompute(index: int) -> Iterator[None]:
-        with recorder.in_layer(index), semantics.recomputing():
-            yield
-
-    recomputed: list[tuple[Any, Any]] = []
-    layer: Any
-    for index, layer in enumerate(checkpointing_layers(model)):
-        if getattr(layer, "gradient_checkpointing", False):
-            function = layer._gradient_checkpointing_func
-            recomputed.append((layer, function))
-            layer._gradient_checkpointing_func = partial(function, context_fn=partial(_contexts, recompute, index))
-    try:
-        yield
-    finally:
-        for layer, function in recomputed:
-            layer._gradient_checkpointing_func = function
-
-
-def _contexts(recompute: Callable[[int], Any], index: int) -> tuple[Any, Any]:
-    return nullcontext(), recompute(index)
-
-
 def run_micro_batch(
-    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any] | None
+    model: nn.Module,
+    make_batch: MakeBatch,
+    watcher: Watcher,
+    autocasting: Autocasting | None,
+    *,
+    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> None:
     """One micro-batch of the emitted loop, from the batch's arrival to its end. ``autocasting`` is None without AMP."""
-    recorder.phase("inputs", category=INPUTS)
-    batch = workload.make_batch(*shape)
-    recorder.phase("forward", category=ACTIVATIONS)
+    watcher.phase("inputs", category=INPUTS)
+    batch = make_batch()
+    watcher.phase("forward", category=ACTIVATIONS)
     inputs = dict(batch)
     labels = inputs.pop("labels")
     loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=1)
     del inputs, labels
-    recorder.phase("backward", category=TEMPORARIES, backward=True)
-    loss.backward()
-    recorder.phase("end")
+    watcher.phase("backward", category=TEMPORARIES, backward=True)
+    backward(loss)
+    watcher.phase("end")
     del loss, batch
 
 
 @torch.no_grad()
 def run_evaluation_batch(
-    workload: Workload, model: nn.Module, shape: Shape, recorder: Recorder, autocasting: Callable[[], Any] | None
+    model: nn.Module, make_batch: MakeBatch, watcher: Watcher, autocasting: Autocasting | None, *, classifies: bool
 ) -> None:
     """One micro-batch of the emitted script's evaluation, whose sums stay on the card and nothing else does."""
-    recorder.phase("inputs", category=INPUTS)
-    batch = workload.make_batch(*shape)
-    recorder.phase("forward", category=ACTIVATIONS)
+    watcher.phase("inputs", category=INPUTS)
+    batch = make_batch()
+    watcher.phase("forward", category=ACTIVATIONS)
     inputs = dict(batch)
     labels = inputs.pop("labels")
-    if workload.task.endswith("classification"):
+    if classifies:
         logits = _outputs(model, inputs, autocasting).logits
         loss = loss_of(logits, labels, items=1)
         hits = (logits.argmax(-1) == labels).sum()
         del logits, hits
     else:
         loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=1)
-    recorder.phase("end")
+    watcher.phase("end")
     del loss, inputs, labels, batch
 
 
-def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Callable[[], Any] | None) -> Any:
+def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Autocasting | None) -> Any:
     if autocasting is None:
         return model(**inputs)
     from accelerate.utils import convert_to_fp32
@@ -274,58 +105,3 @@ def _outputs(model: nn.Module, inputs: dict[str, Tensor], autocasting: Callable[
         outputs = model(**inputs)
     # accelerate.Accelerator.prepare_model wraps forward in autocast, and that in this
     return convert_to_fp32(outputs)
-
-
-def record_update(source: StepSource, optimizer_name: str, offload: str, *, masters: bool = False) -> Recording:
-    """Clip and update, twice: the first update makes the optimizer's state. Phases first_update, later_update.
-
-    An offloaded optimizer makes nothing on the card, and offloaded gradients are clipped on the host.
-    """
-    recorder = source.new_recorder(source.target)
-    layers = _layers_of_weights(source.model)
-    parameters = [p.detach().requires_grad_() for p in source.trainable]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = make_optimizer(optimizer_name, parameters, masters=masters)
-    tags = [layers.get(id(p), OUTSIDE_LAYERS) for p in source.trainable]
-    recorder.adopt((t, tag) for p, tag in zip(parameters, tags, strict=True) for t in (p, p.grad) if t is not None)
-    with recorder:
-        for name in ("first_update", "later_update"):
-            recorder.phase(name, category=TEMPORARIES)
-            if offload != "parameters":
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            if offload not in ON_HOST:
-                with recorder.categorised(OPTIMIZER):
-                    optimizer.step()
-        recorder.phase("end")
-    return _persistent_only_as_state(recorder.recording())
-
-
-def _layers_of_weights(model: nn.Module) -> dict[int, int]:
-    """``id`` of each parameter that one of the repeated layers has alone, to the layer's index."""
-    weights = layer_weights(model, checkpointing_layers(model))
-    return {id(p): index for index, parameters in enumerate(weights) for p in parameters}
-
-
-def _persistent_only_as_state(recording: Recording) -> Recording:
-    """Blocks that an update frees again are temporaries, whatever made them."""
-    freed = {-event for event in recording.events if event < 0}
-    for block in freed:
-        recording.categories[block] = TEMPORARIES
-    return recording
-
-
-@contextmanager
-def _model_code(workload: Workload, config: TrainingConfig) -> Iterator[None]:
-    """Code of the model, of transformers and of peft, which may fail in any way: one line that says whose."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        name = f"{workload.spec.model_id} ({workload.task}, method {config.method})"
-        raise RecordingError(f"{name} can't be simulated: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

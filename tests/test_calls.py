@@ -13,7 +13,7 @@ from planner.config import TrainingConfig
 from planner.models import resolve_model
 from planner.recording import calls
 from planner.recording.kernels import Target
-from planner.step import make_source
+from planner.recording.source import make_source
 from planner.workload import Workload
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from planner.levers import Context
 from planner.levers.precision import PrecisionLever
 from planner.models import ModelSpec, resolve_model
 from planner.recording.kernels import Target
+from planner.recording.source import make_source
 from planner.recordings import Recordings
 from planner.request import make_request
-from planner.step import make_source
 from planner.workload import Workload, loss_of
 
 GIB = 2**30

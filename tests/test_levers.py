@@ -29,9 +29,9 @@ from planner.models import ModelSpec, resolve_model
 from planner.recording.kernels import Target
 from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS, PARAMETERS
 from planner.recording.recorder import Recorder
+from planner.recording.source import StepSource
 from planner.recording.stand_ins import Int8Linear, Nf4Linear
 from planner.simulation import Simulator
-from planner.step import StepSource
 from planner.workload import Workload
 
 GIB = 2**30

@@ -31,7 +31,7 @@ from planner.recording.record import (
     Op,
     Recording,
 )
-from planner.step import StepSource, make_source
+from planner.recording.source import StepSource, make_source
 from planner.workload import Workload
 
 MIB = 2**20

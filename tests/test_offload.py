@@ -26,12 +26,12 @@ from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.recording.kernels import Target
 from planner.recording.record import OUTSIDE_LAYERS, Op, Recording
 from planner.recording.recorder import Recorder
+from planner.recording.source import make_source
 from planner.recording.transfers import gradients_to_host, layer_weights
 from planner.request import make_request
 from planner.search import evaluate, search
 from planner.simulation import Simulator, cublas_workspace_bytes
 from planner.space import has_last_resort, make_space
-from planner.step import make_source
 from planner.timing import Operators, achievable
 from planner.unfitting import nothing_fits
 from planner.workload import Workload, loss_of

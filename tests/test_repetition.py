@@ -8,7 +8,7 @@ from planner.models import ModelSpec
 from planner.recording.kernels import Target
 from planner.recording.record import Recording
 from planner.recording.repetition import NotRegularError, Stack, repeat_layers
-from planner.step import make_source, plan_stacks
+from planner.recording.source import make_source, plan_stacks
 from planner.workload import Workload
 
 TARGET = Target(compute_capability=(8, 9))

@@ -16,9 +16,9 @@ from planner.host_memory import pinned_bytes
 from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.models import ModelSpec, published_parameters, resolve_model
 from planner.recording.kernels import Target
+from planner.recording.source import make_source
 from planner.recordings import Recordings
 from planner.simulation import Simulator, budget_shapes, cublas_workspace_bytes
-from planner.step import make_source
 from planner.workload import Workload
 
 GIB, MIB = 2**30, 2**20
