@@ -24,6 +24,10 @@ DEFAULT_REASON = (
     "segments that grow have no holes between batches of changing shapes; train.py sets it. Windows ignores it and "
     "WSL may fail with it (the script leaves it off): plan for those with --allocator expandable_segments:False"
 )
+CPU_REASON = (
+    "not used on a processor: there train.py has glibc give tensors from 64 KiB on back when they are freed "
+    "(mallopt, M_MMAP_THRESHOLD), as the trials do: less memory for some more time"
+)
 KEYS = (
     "expandable_segments",
     "large_segment_size_mb",
@@ -201,8 +205,10 @@ def _refusal(key: str, value: str, accepted: str) -> ValueError:
     return ValueError(f"got {shown(f'{key}:{value}')}; accepted: {accepted}")
 
 
-def reason_for(options: AllocatorOptions) -> str:
+def reason_for(options: AllocatorOptions, *, device: str = "cuda") -> str:
     """Why a plan has these settings, in a clause."""
+    if device == "cpu":
+        return CPU_REASON
     reason = DEFAULT_REASON if options.text == DEFAULT_ALLOCATOR else "as asked for; train.py sets it"
     if options.garbage_collection_threshold is not None:
         reason += ", and the limit that garbage collection needs"

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.allocator_settings import parse_allocator, reason_for
 from planner.budget import Memory
 from planner.cache import library_versions
 from planner.config import LoraSettings, TrainingConfig
+from planner.devices import find_device
 from planner.errors import InputError, Problem
-from planner.hardware import Card, ceiling_bytes, find_card, typical_card
-from planner.lengths import Lengths, given_lengths, read_counts
-from planner.levers import Context
-from planner.models import ModelSpec, default_seq_len, resolve_model
+from planner.measure.environment import trial_environment
+from planner.measure.protocol import DeviceFacts
+from planner.measure.runner import TrialRunner
+from planner.measurements import device_key
 from planner.plans import Plan, Reason
+from planner.progress import NoProgress, Progress
+from planner.proving import prove
+from planner.question import Question, look_up
 from planner.report import alternatives_of, lever_rows, memory_rows, reasons_of, trial_rows
 from planner.request import PlanRequest, make_request
-from planner.search import SearchResult, search
+from planner.search import SearchResult, Trial, search
 from planner.simulation import Simulator
-from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, has_last_resort, make_space, rungs
+from planner.space import Space, has_last_resort, make_space, rungs
+from planner.study import known_studies
 from planner.timing import Time
 from planner.unfitting import nothing_fits
 from planner.whole_run import epoch_reason, whole_run
-from planner.workload import TRAINABLE_TASKS, Workload
-
-PIECES_TASKS = ("causal-lm", "masked-lm")
-"""Tasks whose script makes several samples of a text that is too long."""
-DEFAULT_TARGET_SEQ_LEN = 128
-"""Target tokens of a sequence-to-sequence task when the request doesn't say: a summary's usual length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A request with its names looked up."""
-
-    request: PlanRequest
-    """What was asked."""
-    card: Card
-    """The target card."""
-    seq_len: int
-    """Longest sequence, in tokens."""
-    simulator: Simulator
-    """Answers for this model on this card."""
-    reasons: list[Reason]
-    """Why the card, the ceiling, the task and the lengths are what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,37 +50,67 @@ class Estimate:
         return getattr(self.memory if hasattr(self.memory, name) else self.time, name)
 
 
-def plan(**arguments: Any) -> Plan:
+def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     """Find the fastest way to train a model in the memory of a card.
 
     Arguments are the fields of PlanRequest (``model`` and ``vram`` are needed), the command's options by other
-    names: ``plan(model="bert-base-uncased", vram="8GB")``. Raises InputError with every problem of the arguments,
-    NothingFitsError when no configuration fits, RecordingError when the model's step can't be simulated.
+    names: ``plan(model="bert-base-uncased", vram="8GB")``. Where there is a device, the best configurations are run on
+    it; ``progress`` is told. An interrupt (KeyboardInterrupt) among these trials ends them: the plan is the best so
+    far and says so (``interrupted``). Raises InputError with every problem of the arguments, NothingFitsError when no
+    configuration fits, RecordingError when the model's step can't be simulated, TrialError when every trial fails.
     """
+    progress = progress or NoProgress()
     request = make_request(**arguments)
-    question = _look_up(request)
-    space, result = _search_ladder(question)
+    progress.phase("looking for a device")
+    question = _question(request)
+    space, result = _search_ladder(question, progress)
     best = result.best
     if best is None:
         raise nothing_fits(question.request, question.simulator, space, result)
-    assert best.run is not None and best.time is not None
+    progress.phase("writing the plan up")
+    return _plan_of(best, question, space, result)
+
+
+def _question(request: PlanRequest) -> Question:
+    """The request with its names looked up, on the device that its trials run on."""
+    device, reason = find_device(request, _probe)
+    question = look_up(request, device)
+    return replace(question, reasons=[reason, *question.reasons])
+
+
+def _probe(device: str) -> DeviceFacts:
+    with TrialRunner(trial_environment(device, "")) as runner:
+        return runner.probe(device)
+
+
+def _plan_of(best: Trial, question: Question, space: Space, result: SearchResult) -> Plan:
+    assert best.run is not None and best.best_time is not None
+    request, corrected = question.request, question.corrected()
+    search = {
+        "trials_run": result.run,
+        "trials_kept": max(0, len(result.measured) - result.run),
+        "interrupted": result.interrupted,
+        "ended": result.stopped,
+        "problems": result.problems,
+    }
     return Plan(
         request=request,
         hardware=question.card.as_dict(),
         workload=_describe(question, best.config),
         config=best.config,
         peak=best.run,
-        time=best.time,
+        time=best.best_time,
         reasons=[
             *question.reasons,
             *_outside(question, best.config, best.run),
             *reasons_of(best.config, request, space, result),
         ],
         alternatives=alternatives_of(best, result),
-        levers=lever_rows(best, space, question.simulator),
+        levers=lever_rows(best, space, corrected),
         versions=library_versions(),
         trial_rows=trial_rows(result),
-        memory_rows=memory_rows(best.config, question.simulator),
+        memory_rows=memory_rows(best.config, corrected),
+        search={} if question.device is None else search,
     )
 
 
@@ -131,154 +145,79 @@ def estimate(
     }
     count = micro_batch_size * gradient_accumulation_steps
     request = make_request(model=model, vram=vram, seq_len=seq_len, batch_size=count, method=method, **chosen, **others)
-    question = _look_up(request)
-    space = _space(question, method)
+    question = _question(request)
+    space = question.space(method)
     config = space.configuration(
         {**{name: options[0] for name, options in space.values.items()}, "micro_batch_size": str(micro_batch_size)}
     )
     if lora is not None:
         config = config.model_copy(update={"lora": lora})
-    memory = whole_run(question.simulator, config, epoch=False)
-    return Estimate(config=config, memory=memory, time=question.simulator.time(config))
-
-
-# -- looking names up ----------------------------------------------------------------------------------------------
+    simulator = question.corrected()
+    memory = whole_run(simulator, config, epoch=False)
+    return Estimate(config=config, memory=memory, time=simulator.time(config))
 
 
 def simulator_of(request: PlanRequest) -> Simulator:
     """What answers for a request's model and card. Raises InputError for names that aren't known."""
-    return _look_up(request).simulator
-
-
-def _look_up(request: PlanRequest) -> Question:
-    """Find model and card; all problems at once."""
-    problems: list[Problem] = []
-    spec = _or_problems(
-        problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
-    )
-    found = _or_problems(problems, lambda: _card(request))
-    counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
-    if spec is not None:
-        problems += _shape_problems(request, spec)
-    if problems or spec is None or found is None:
-        raise InputError(problems)
-    card, reasons = found
-    task = request.task or spec.default_task
-    workload, seq_len, more = _workload(request, spec, task)
-    simulator = Simulator(
-        workload,
-        card,
-        ceiling_bytes=_ceiling(request, card)[0],
-        seq_len=seq_len,
-        headroom_bytes=request.headroom_bytes,
-        host_ram_bytes=request.host_ram_bytes,
-        risk=request.risk,
-        allocator=parse_allocator(request.allocator),
-        lengths=_lengths(counts, task, seq_len),
-        seed=request.seed,
-    )
-    return Question(request=request, card=card, seq_len=seq_len, simulator=simulator, reasons=[*reasons, *more])
-
-
-def _lengths(counts: list[int] | None, task: str, seq_len: int) -> Lengths | None:
-    return None if counts is None else given_lengths(counts, seq_len=seq_len, pieces=task in PIECES_TASKS)
-
-
-def _or_problems(problems: list[Problem], look_up: Any) -> Any:
-    try:
-        return look_up()
-    except InputError as error:
-        problems.extend(error.problems)
-        return None
-
-
-def _card(request: PlanRequest) -> tuple[Card, list[Reason]]:
-    if request.gpu is None:
-        card, reason = typical_card(request.vram_bytes)
-    else:
-        card, reason = find_card(request.gpu, vram_bytes=request.vram_bytes), "as asked for"
-    ceiling, why = _ceiling(request, card)
-    return card, [
-        Reason(field="gpu", value=card.name, reason=reason),
-        Reason(field="ceiling_bytes", value=ceiling, reason=why),
-    ]
-
-
-def _ceiling(request: PlanRequest, card: Card) -> tuple[int, str]:
-    return ceiling_bytes(request.vram_bytes, card, named=request.gpu is not None)
-
-
-def _shape_problems(request: PlanRequest, spec: ModelSpec) -> Iterator[Problem]:
-    task = request.task or spec.default_task
-    if task not in TRAINABLE_TASKS:
-        message = f"got {task!r}; accepted in this version: {', '.join(TRAINABLE_TASKS)}; choose one of these"
-        yield Problem(argument="task", message=message)
-    limit = spec.max_seq_len
-    if limit is not None and request.seq_len is not None and request.seq_len > limit:
-        message = f"got {request.seq_len}; {spec.model_id} has positions for {limit} tokens; ask for {limit} or less"
-        yield Problem(argument="seq_len", message=message)
-
-
-def _workload(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[Workload, int, list[Reason]]:
-    reasons = [
-        Reason(field="task", value=task, reason="as asked for" if request.task else "what the model is used for")
-    ]
-    seq_len, why = (request.seq_len, "as asked for") if request.seq_len else default_seq_len(spec, task)
-    reasons.append(Reason(field="seq_len", value=seq_len, reason=why))
-    target = None
-    if task == "seq2seq-lm":
-        target = request.target_seq_len or min(seq_len, DEFAULT_TARGET_SEQ_LEN)
-        said = "as asked for" if request.target_seq_len else "a summary's usual length; --target-seq-len changes it"
-        reasons.append(Reason(field="target_seq_len", value=target, reason=said))
-    workload = Workload(spec=spec, task=task, num_labels=request.num_labels, target_seq_len=target)
-    return workload, seq_len, reasons
+    return _question(request).simulator
 
 
 # -- the search ----------------------------------------------------------------------------------------------------
 
 
-def _search_ladder(question: Question) -> tuple[Space, SearchResult]:
+def _search_ladder(question: Question, progress: Progress) -> tuple[Space, SearchResult]:
     """Search each rung of the method ladder until something fits; all rungs' trials are kept.
 
-    Before a rung is given up, the levers' last resorts are tried: they change no result, and cost much time.
+    Before a rung is given up, the levers' last resorts are tried: they change no result, and cost much time. On a
+    device a rung's best configurations are run, and what --trials and --timeout allow is for all rungs together.
     """
-    request = question.request
-    everything = SearchResult()
-    options: dict[str, Any] = {"trials": request.trials, "timeout_s": request.timeout, "seed": request.seed}
-    for method in rungs(request.method):
-        space = _space(question, method)
+    request, everything = question.request, SearchResult()
+    measured = question.device is not None
+    began = time.monotonic()
+    limits: dict[str, Any] = {} if measured else {"trials": request.trials, "timeout_s": request.timeout}
+    for method in rungs(request.method, device=question.card.kind):
+        progress.phase(f"simulating method {method}")
+        space = question.space(method)
         for last_resort in (False, True) if has_last_resort(request, space.context) else (False,):
             space = make_space(request, space.context, question.seq_len, last_resort=last_resort)
-            found = search(space, question.simulator, **options)
-            found.settle(question.simulator)
-            everything.trials += found.trials
-            if found.best is not None:
+            found = search(space, question.simulator, seed=request.seed, **limits)
+            if measured:
+                about = _about(question, method, last_resort=last_resort)
+                left = _left(request, everything, time.monotonic() - began)
+                found = prove(question, space, found, progress=progress, about=about, limits=left)
+            if not found.measured:
+                found.settle(question.simulator)
+            _add(found, everything)
+            if found.best is not None or found.interrupted:
                 return space, everything
     return space, everything
 
 
-def _names(words: tuple[str, ...] | None) -> bool:
-    """Whether a request names a value that has to be tried on the model: only then is it worth the time."""
-    return words is not None and bool({"fused-linear", "flash2"} & set(words))
+def _about(question: Question, method: str, *, last_resort: bool) -> dict[str, Any]:
+    """What a worker that joins has to know to see the same search."""
+    assert question.device is not None
+    # a model's own code runs where its user said so, not on every host that joins
+    left_out = {"storage", "device", "trials", "timeout", "trust_remote_code"}
+    request = question.request.model_dump(mode="json", exclude=left_out)
+    return {
+        "request": request,
+        "device": device_key(question.device),
+        "method": method,
+        "last_resort": last_resort,
+    }
 
 
-def _space(question: Question, method: str) -> Space:
-    request = question.request
-    effective, _ = effective_batch_size(request, question.seq_len)
-    facts = question.simulator.facts
-    context = Context(
-        spec=question.simulator.workload.spec,
-        card=question.card,
-        method=method,
-        effective_batch_size=effective,
-        max_micro_batch_size=LARGEST_MICRO_BATCH,
-        layers=facts.layers,
-        supports_sdpa=facts.supports_sdpa,
-        supports_checkpointing=facts.supports_checkpointing,
-        fused_loss_obstacle=question.simulator.recordings.fused_loss_obstacle if _names(request.loss) else "",
-        flash2_obstacle=question.simulator.recordings.flash2_obstacle if _names(request.attention) else "",
-    )
-    return make_space(question.request, context, question.seq_len)
+def _left(request: PlanRequest, done: SearchResult, spent_s: float) -> dict[str, Any]:
+    """What a request allows that earlier rungs have not used up."""
+    trials = None if request.trials is None else max(0, request.trials - done.run)
+    return {"trials": trials, "timeout_s": None if request.timeout is None else max(0.0, request.timeout - spent_s)}
+
+
+def _add(found: SearchResult, everything: SearchResult) -> None:
+    everything.trials += found.trials
+    everything.run += found.run
+    everything.problems += found.problems
+    everything.interrupted, everything.stopped = found.interrupted, found.stopped
 
 
 def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iterator[Reason]:
@@ -293,7 +232,9 @@ def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iter
         reason = f"host memory {what}, where pinned tensors are rounded up to powers of two; the process comes on top"
         yield Reason(field="host_bytes", value=host_bytes, reason=reason)
     allocator = question.request.allocator
-    yield Reason(field="allocator", value=allocator, reason=reason_for(parse_allocator(allocator)))
+    yield Reason(
+        field="allocator", value=allocator, reason=reason_for(parse_allocator(allocator), device=question.card.kind)
+    )
 
 
 def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:
@@ -310,3 +251,35 @@ def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:
         "num_labels": workload.num_labels,
         "vocab_size": facts.vocab_size,
     }
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def worker(
+    *, storage: str, device: str = "auto", timeout: float | None = None, progress: Progress | None = None
+) -> int:
+    """Run trials of the searches that keep theirs in a storage, on this machine's device; how many were run.
+
+    Ends when nothing is left to run here. Searches on another kind of device are not this worker's. Raises InputError
+    for a storage or device that can't be used, TrialError where trials fail and none runs.
+    """
+    progress = progress or NoProgress()
+    began, run = time.monotonic(), 0
+    for _, about in known_studies(storage):
+        request = make_request(**{**about["request"], "storage": storage, "device": device})
+        question = _question(request)
+        if question.device is None:
+            message = f"got {device!r}: {question.reasons[0].reason}; accepted: a device that is here, or cpu"
+            raise InputError([Problem(argument="device", message=message)])
+        if device_key(question.device) != about["device"]:
+            continue
+        space = question.space(about["method"])
+        space = make_space(request, space.context, question.seq_len, last_resort=about["last_resort"])
+        simulated = search(space, question.simulator, seed=request.seed)
+        left = {"timeout_s": None if timeout is None else max(0.0, timeout - (time.monotonic() - began))}
+        found = prove(question, space, simulated, progress=progress, limits=left, worker=True)
+        run += found.run
+        if found.interrupted:
+            break
+    return run

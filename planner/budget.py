@@ -55,15 +55,20 @@ class Budget:
     """Kept free for other uses of the card."""
     risk: float = DEFAULT_RISK
     """Probability, at most, that a run needs more than its prediction and margin."""
+    device: str = "cuda"
+    """Kind of the card: cuda or cpu."""
 
     def margin(self, config: TrainingConfig) -> Margin:
         """What is kept free for what the simulation doesn't know."""
-        return margin(config, self.risk)
+        return margin(config, self.risk, device=self.device)
+
+    def process_bytes(self, config: TrainingConfig) -> int:
+        """What a process may hold on the card: the ceiling without headroom and margin."""
+        return int((self.ceiling_bytes - self.headroom_bytes) / (1 + self.margin(config).fraction))
 
     def allocator_bytes(self, config: TrainingConfig) -> int:
-        """What the allocator may reserve: the ceiling without headroom, context and margin."""
-        fraction = self.margin(config).fraction
-        return int((self.ceiling_bytes - self.headroom_bytes) / (1 + fraction)) - self.context_bytes
+        """What the allocator may reserve: that without the context."""
+        return self.process_bytes(config) - self.context_bytes
 
     def memory(
         self,
@@ -73,14 +78,16 @@ class Budget:
         reserved_bytes: int,
         breakdown: Mapping[str, int],
         phases: Mapping[str, Mapping[str, int]] | None = None,
+        context_bytes: int | None = None,
     ) -> Memory:
-        """Add what lies outside the allocator."""
-        held = reserved_bytes + self.context_bytes
+        """Add what lies outside the allocator; ``context_bytes``: as measured with this configuration."""
+        context_bytes = self.context_bytes if context_bytes is None else context_bytes
+        held = reserved_bytes + context_bytes
         margin = math.ceil(self.margin(config).fraction * held) + self.headroom_bytes
         return Memory(
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
-            context_bytes=self.context_bytes,
+            context_bytes=context_bytes,
             margin_bytes=margin,
             total_bytes=held + margin,
             ceiling_bytes=self.ceiling_bytes,

@@ -36,13 +36,28 @@ def kind_of(config: TrainingConfig) -> str:
     return f"{config.method}, {attention} attention, {checkpointing}"
 
 
-def margin(config: TrainingConfig, risk: float = DEFAULT_RISK) -> Margin:
+def margin(config: TrainingConfig, risk: float = DEFAULT_RISK, *, device: str = "cuda") -> Margin:
     """The margin for a configuration, so that a run needs more with a probability of at most ``risk``.
 
     The residuals of its own kind decide where there are enough of them for the risk, else those of all kinds; but
-    never less than the largest that its own kind showed.
+    never less than the largest that its own kind showed. ``device`` cpu: residuals of trials on processors, of all
+    kinds.
     """
-    return _margin(kind_of(config), risk)
+    return _cpu_margin(risk) if device == "cpu" else _margin(kind_of(config), risk)
+
+
+@cache
+def _cpu_margin(risk: float) -> Margin:
+    """Of a process's resident set; ``benchmarks/cpu_memory.py --calibrate`` wrote the residuals."""
+    text = resources.files("planner.profiles").joinpath("cpu_calibration.json").read_text(encoding="utf-8")
+    residuals = sorted(json.loads(text)["residuals"].values())
+    fraction = max(0.0, upper_quantile(residuals, risk))
+    short = "" if len(residuals) >= rows_needed(risk) else ", the largest, for want of more"
+    whose = f"{len(residuals)} trials on a processor"
+    return Margin(
+        fraction=fraction,
+        reason=f"{fraction:.2%}: at most {risk:.3g} of runs need more, by the residuals of {whose}{short}",
+    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The command ``plan``: parse, call the library, render. Nothing is decided here.
+"""The commands ``plan`` and ``plan worker``: parse, call the library, render. Nothing is decided here.
 
 Values go to :func:`planner.request.make_request` as they were typed, so that all problems come at once.
 Only click is imported at the top: ``plan --help`` must be quick.
@@ -9,22 +9,30 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.errors import InputError, PlannerError, Problem
+from planner.errors import InputError, PlannerError
+from planner.interrupts import INTERRUPTS
+from planner.places import cannot_write, folder_problems, snapshot_problems
 
 if TYPE_CHECKING:
+    from planner.plans import Plan
     from planner.request import PlanRequest
 
 DEBUG_VARIABLE = "VRAMPLAN_DEBUG"
+GIVEN = click.core.ParameterSource.COMMANDLINE
 INTERRUPTED = 130
 """Exit code of a run that was stopped with Ctrl-C."""
+NOTHING_TO_RUN = "no search there has trials left for this device (for one that begins later, start again)"
 
 REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("model", "NAME", "Hub id (bert-base-uncased), folder or config.json.  [required]"),
@@ -43,7 +51,12 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "on a quantized base.  [default: auto]",
     ),
     ("gpu", "NAME", "The card, by loose name (rtx 4060).  [default: a typical card of that size]"),
-    ("device", "DEVICE", "auto or none; this version simulates and needs no device.  [default: auto]"),
+    (
+        "device",
+        "DEVICE",
+        "Where trials run: cuda, cuda:1 or cpu; none: everything is simulated; auto: cuda where there is one, "
+        "else none.  [default: auto]",
+    ),
     ("seq_len", "TOKENS", "Longest sequence.  [default: chosen for the model]"),
     ("target_seq_len", "TOKENS", "Longest target sequence of a sequence-to-sequence task."),
     ("num_labels", "N", "Labels of a classification task.  [default: 2]"),
@@ -69,8 +82,19 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "SETTINGS",
         "PyTorch's allocator settings, as in PYTORCH_CUDA_ALLOC_CONF.  [default: expandable_segments:True]",
     ),
-    ("trials", "N", "Configurations to look at, at most.  [default: as many as the search needs]"),
-    ("timeout", "SECONDS", "Time that the search may take.  [default: no limit]"),
+    (
+        "trials",
+        "N",
+        "Measured trials, at most; without a device configurations to look at.  [default: as many as the search needs]",
+    ),
+    ("timeout", "SECONDS", "Time for the measured trials; without a device for the search.  [default: no limit]"),
+    ("trial_timeout", "SECONDS", "Time for one measured trial.  [default: what the planner allows]"),
+    (
+        "storage",
+        "URL",
+        "Where trials are kept, and shared with plan worker: a journal's file or a database's URL.  "
+        "[default: a file in the user's cache]",
+    ),
     ("seed", "N", "Seed of the search and of the emitted script.  [default: 0]"),
 )
 """Name of the PlanRequest field, what the help calls its value, help."""
@@ -97,7 +121,29 @@ def flag(argument: str) -> str:
     return f"--{argument.replace('_', '-')}"
 
 
-def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+class _InterruptedError(Exception):
+    """Somebody stopped the command before there was anything to show."""
+
+
+def _ends_well(function: Callable[..., int]) -> Callable[..., int]:
+    """A command that tells what its cache could not keep, and is stopped with one line."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> int:
+        try:
+            return function(*arguments, **options)
+        except KeyboardInterrupt:
+            # click would begin a line of its own
+            raise _InterruptedError from None
+        finally:
+            if "planner.cache" in sys.modules:
+                _complain(*sys.modules["planner.cache"].problems())
+
+    return call
+
+
+@_ends_well
+def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Plan the fastest training of a model in the GPU memory you have, with no GPU at hand.
 
     Writes a folder with the plan and a script that trains. WORDS are separated by commas.
@@ -106,15 +152,18 @@ def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool
     """
     request = _request(options, out, snapshot)
     folder = Path(out) if out else default_folder(request)
-    # a library that loads later may not write between the report's lines
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from planner import plan, save_snapshot
+    _quieten()
+    from planner.progress import showing
 
-    result = plan(**dict(request))
+    with showing(quiet=quiet) as progress:
+        progress.phase("loading libraries")
+        from planner import plan, save_snapshot
+
+        result = plan(progress=progress, **dict(request))
     try:
         result.save(folder)
     except OSError as error:
-        raise InputError([_cannot_write(str(folder), error.strerror or str(error))]) from error
+        raise InputError([cannot_write(str(folder), error.strerror or str(error))]) from error
     if snapshot is not None:
         save_snapshot(result, snapshot)
     if as_json:
@@ -127,14 +176,98 @@ def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool
         render(result, folder)
         if snapshot is not None:
             click.echo(f"Snapshot of the simulated run, to open at pytorch.org/memory_viz: {snapshot}")
+    _complain(*result.search.get("problems", ()))
+    if not result.interrupted:
+        return 0
+    _complain(_what_there_is(result, progress.trials_done))
+    return INTERRUPTED
 
 
-command = click.Command(
+def _what_there_is(plan: Plan, trials: int) -> str:
+    """What an interrupted search came to."""
+    when = f"after {_counted(trials)}" if trials else "before a trial had ended"
+    what = "the best so far" if plan.time.source == "measured" else "simulated, not measured"
+    return f"interrupted {when}: the plan is {what}"
+
+
+def _counted(trials: int) -> str:
+    return "1 trial" if trials == 1 else f"{trials} trials"
+
+
+@_ends_well
+def _work(quiet: bool, **options: Any) -> int:
+    """Run trials of searches that go on elsewhere: on another GPU, or on another host.
+
+    The searches are the ones that keep their trials in the same storage. Ends when there is nothing left to run.
+    """
+    from planner.request import make_worker_request
+
+    request = make_worker_request(**options)
+    _quieten()
+    from planner.progress import showing
+
+    with showing(quiet=quiet) as progress:
+        progress.phase("loading libraries")
+        from planner.api import worker
+
+        count = worker(progress=progress, **dict(request))
+    if INTERRUPTS.came:
+        _complain(f"interrupted after {_counted(progress.trials_done)}")
+        return INTERRUPTED
+    if not quiet:
+        why = "" if count else f": {NOTHING_TO_RUN}"
+        click.echo(f"ran {_counted(count)}{why}")
+    return 0
+
+
+def _quieten() -> None:
+    """A library that loads later may not write between the report's lines, nor tell twice what is told at the end."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from planner.cache import CacheWarning
+
+    warnings.filterwarnings("ignore", category=CacheWarning)
+
+
+class _Commands(click.Group):
+    """``plan`` with its options, or ``plan`` and the name of another command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = str(args[0])
+        if name in self.commands and not any(ctx.get_parameter_source(p.name) == GIVEN for p in self.params if p.name):
+            return super().resolve_command(ctx, args)
+        others = ", ".join(self.commands)
+        if name in self.commands:
+            raise click.UsageError(f"got options before {name!r}; accepted: plan {name} and its own options")
+        accepted = f"options such as --model {shlex.quote(name)}, or one of the commands {others}"
+        raise click.UsageError(f"got {name!r}; accepted: {accepted}")
+
+
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_WORKER = click.Command(
+    "worker",
+    callback=_work,
+    params=[
+        click.Option(["--storage"], metavar="URL", help="The searches' --storage.  [required]"),
+        click.Option(
+            ["--device"], metavar="DEVICE", help="cuda, cuda:1 or cpu; auto: cuda where there is one.  [default: auto]"
+        ),
+        click.Option(["--timeout"], metavar="SECONDS", help="Start no trial after this.  [default: no limit]"),
+        click.Option(["--quiet"], is_flag=True, help="Print nothing."),
+    ],
+    help=_work.__doc__,
+    short_help="Run trials of searches that share a --storage.",
+    context_settings=_HELP,
+)
+command = _Commands(
     "plan",
-    callback=_make_plan,
+    commands=[_WORKER],
+    invoke_without_command=True,
+    callback=lambda **options: None if click.get_current_context().invoked_subcommand else _make_plan(**options),
     params=_options(),
     help=_make_plan.__doc__,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings=_HELP,
 )
 click.version_option(package_name="vramplan", prog_name="vramplan")(command)
 
@@ -144,12 +277,12 @@ def _request(options: dict[str, Any], out: str | None, snapshot: str | None = No
     from planner.request import make_request
 
     given = {name: ",".join(v) if isinstance(v, tuple) else v for name, v in options.items() if v not in (None, ())}
-    problems = [*_folder_problems(out), *_snapshot_problems(snapshot)]
+    problems = [*folder_problems(out), *snapshot_problems(snapshot)]
     try:
         request = make_request(**given)
     except InputError as error:
         raise InputError([*error.problems, *problems]) from None
-    if problems := problems or _folder_problems(out or str(default_folder(request))):
+    if problems := problems or folder_problems(out or str(default_folder(request))):
         raise InputError(problems)
     return request
 
@@ -165,51 +298,6 @@ def default_folder(request: PlanRequest) -> Path:
     return Path("plans") / re.sub(r"[^A-Za-z0-9._-]+", "-", words).lstrip("-.")
 
 
-def _folder_problems(out: str | None) -> list[Problem]:
-    why = "" if out is None else _obstacle(out)
-    return [_cannot_write(str(out), why)] if why else []
-
-
-def _obstacle(out: str) -> str:
-    """Why the plan cannot be written there, found out before planning; "" where nothing is in the way."""
-    folder = Path(out)
-    try:
-        if not out.strip():
-            return "it is empty"
-        if folder.is_dir():
-            # A plan's folder is replaced whole: never somebody's other files.
-            foreign = any(folder.iterdir()) and not (folder / "plan.json").is_file()
-            return "it holds files that are no plan's" if foreign else ""
-        return "that is no folder" if folder.exists() else _obstacle_above(folder)
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-
-
-def _obstacle_above(path: Path) -> str:
-    """Why nothing can be made there; "" where nothing is in the way. Raises OSError and ValueError."""
-    parent = next(p for p in path.absolute().parents if p.exists())
-    writable = parent.is_dir() and os.access(parent, os.W_OK)
-    return "" if writable else f"{parent} cannot be written to"
-
-
-def _snapshot_problems(snapshot: str | None) -> list[Problem]:
-    """What is in the way of the snapshot's file."""
-    if snapshot is None:
-        return []
-    try:
-        path = Path(snapshot)
-        why = "it is empty" if not snapshot.strip() else "that is a folder" if path.is_dir() else _obstacle_above(path)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-    message = f"got {snapshot!r}; accepted: a file that can be written; {why}"
-    return [Problem(argument="snapshot", message=message)] if why else []
-
-
-def _cannot_write(out: str, why: str) -> Problem:
-    accepted = "accepted: a folder that can be made, or an earlier plan's"
-    return Problem(argument="out", message=f"got {out!r}; {accepted}; {why}")
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. The only place where exceptions become messages."""
     try:
@@ -223,8 +311,9 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        _complain("interrupted")
+    except (KeyboardInterrupt, click.Abort, _InterruptedError):
+        # a terminal shows what was typed, ^C, on the line of the message
+        _complain("\ninterrupted" if sys.stderr.isatty() else "interrupted")
         return INTERRUPTED
     except Exception as error:
         return _internal_error(error)
@@ -250,6 +339,7 @@ def main() -> None:
         # A terminal that cannot show a character gets a question mark instead of a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    INTERRUPTS.arrange()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -11,14 +11,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import InputError, Problem
-from planner.units import GIB, MIB, compact_bytes, format_bytes, shown
+from planner.units import GIB, MIB, compact_bytes, format_bytes, round_up, shown
+
+if TYPE_CHECKING:
+    from planner.measure.protocol import DeviceFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class Card:
     """Where each value comes from."""
     kind: str = "cuda"
     """torch's device type: ``cuda``, or ``cpu`` where the processor and its memory are the card."""
+    operator_us: float | None = None
+    """What an operator with its autograd node takes beyond its arithmetic and memory traffic, where it was measured."""
 
     @property
     def label(self) -> str:
@@ -249,6 +254,49 @@ def _unknown(name: str) -> str:
     return f"{message}; none is near: leave it out for a typical card of the size"
 
 
+# Devices of this machine ------------------------------------------------------------------------------
+
+
+def card_of_device(facts: DeviceFacts, vram_bytes: int) -> Card:
+    """The card that a device of this machine is.
+
+    A CUDA device is the catalogue's card of its name (``vram_bytes`` or its own size decide between sizes), with the
+    memory that it reports itself; one that isn't listed is what was found. The CPU's card is the processor with its
+    memory. Rates that were found are achieved ones.
+    """
+    if facts.device == "cpu":
+        threads = f"{facts.threads} thread{'s' * (facts.threads != 1)}"
+        return _found_card(facts, name=f"{facts.name}, {threads}", kind="cpu")
+    for size in (facts.total_bytes, vram_bytes):
+        try:
+            listed = find_card(facts.name, vram_bytes=size)
+        except InputError:
+            continue
+        label = max(listed.label_bytes, facts.total_bytes)
+        return replace(listed, reported_bytes=facts.total_bytes, label_bytes=label)
+    return _found_card(facts, name=facts.name, kind="cuda")
+
+
+def _found_card(facts: DeviceFacts, *, name: str, kind: str) -> Card:
+    return Card(
+        name=name,
+        label_bytes=round_up(facts.total_bytes, GIB) if kind == "cuda" else facts.total_bytes,
+        reported_bytes=facts.total_bytes,
+        compute_capability=facts.compute_capability,
+        memory_bandwidth_bytes_per_s=facts.bandwidth_bytes_per_s,
+        dense_flops_per_s=MappingProxyType(dict(facts.flops_per_s)),
+        pcie_bytes_per_s=_PCIE_BYTES_PER_S if kind == "cuda" else facts.bandwidth_bytes_per_s,
+        has_tensor_cores=facts.compute_capability >= (7, 0),
+        source="found on this machine: memory as it reports it, rates as achieved",
+        kind=kind,
+        operator_us=facts.operator_us,
+    )
+
+
+_PCIE_BYTES_PER_S = 16e9
+"""PCI Express 3.0 with 16 lanes: what a card that isn't listed has at least, but for laptops and external boxes."""
+
+
 # Choosing and sizing ----------------------------------------------------------------------------------
 
 
@@ -282,8 +330,11 @@ def ceiling_bytes(vram_bytes: int, card: Card, *, named: bool = True) -> tuple[i
     """Memory that a plan may use on the card, context included, with the reason.
 
     The smaller of what was asked for and what such a card reports. Asking for more than the label of a card
-    that the user named raises InputError; pass ``named=False`` for a card that :func:`typical_card` chose.
+    that the user named raises InputError; pass ``named=False`` for a card that :func:`typical_card` chose. On a CPU
+    it is the memory that the whole process may take.
     """
+    if card.kind == "cpu":
+        return _ram_ceiling(vram_bytes, card)
     reported = format_bytes(card.reported_bytes)
     if vram_bytes > card.label_bytes and named:
         remedy = f"ask for {compact_bytes(card.label_bytes)} or less, or name another card"
@@ -296,6 +347,14 @@ def ceiling_bytes(vram_bytes: int, card: Card, *, named: bool = True) -> tuple[i
         reason = f"{card.name} reports {reported} to programs: driver and error correction keep {kept}"
         return card.reported_bytes, reason
     return vram_bytes, f"as asked for; {card.name} would report {reported}"
+
+
+def _ram_ceiling(vram_bytes: int, card: Card) -> tuple[int, str]:
+    held = format_bytes(card.reported_bytes)
+    if vram_bytes > card.reported_bytes:
+        message = f"got {format_bytes(vram_bytes)}, but this machine has {held} of memory; ask for that or less"
+        raise InputError([Problem(argument="vram", message=message)])
+    return vram_bytes, f"as asked for, of the {held} of memory here: all that the training process may take"
 
 
 def context_bytes(card: Card) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,19 @@ class Plan:
     """The rows of trials.csv."""
     memory_rows: Sequence[Mapping[str, Any]]
     """The rows of memory.csv."""
+    search: Mapping[str, Any] = field(default_factory=dict)
+    """How the configuration was found: ``trials_run``, ``trials_kept`` (measured before), ``interrupted``, and why the
+    search ended (``ended``); empty where every step was simulated."""
+
+    @property
+    def trials_run(self) -> int:
+        """Measured trials that were run for this plan."""
+        return int(self.search.get("trials_run", 0))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the search was stopped before it was done: the plan is the best so far."""
+        return bool(self.search.get("interrupted", False))
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -91,6 +104,7 @@ class Plan:
             "alternatives": [dict(row) for row in self.alternatives],
             "levers": [dict(row) for row in self.levers],
             "versions": dict(self.versions),
+            "search": dict(self.search),
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -142,6 +156,7 @@ class Plan:
             versions=document["versions"],
             trial_rows=_rows(rows["trials"]),
             memory_rows=_rows(rows["memory"]),
+            search=document.get("search", {}),
         )
 
     def to_training_arguments(self, output_dir: str = "out", **changes: Any) -> transformers.TrainingArguments:

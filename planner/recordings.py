@@ -160,7 +160,7 @@ class Recordings:
         key = repr((structure, stacks))
         if key not in self._sources:
             changed = config.model_copy(update={"precision": structure["precision"]})
-            target = Target(compute_capability=self.card.compute_capability)
+            target = Target(compute_capability=self.card.compute_capability, kind=self.card.kind)
             self._sources[key] = make_source(self.workload, changed, target, stacks)
         return self._sources[key]
 
@@ -176,6 +176,7 @@ class Recordings:
         return {
             "workload": self._workload_key,
             "compute_capability": self.card.compute_capability,
+            "kind": self.card.kind,
             "structure": structure,
         }
 

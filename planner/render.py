@@ -62,6 +62,10 @@ class Printable(Protocol):
     def levers(self) -> Sequence[Mapping[str, Any]]:
         """What each lever would buy."""
 
+    @property
+    def search(self) -> Mapping[str, Any]:
+        """Trials run and kept, and why the search ended; empty where every step was simulated."""
+
 
 def render(plan: Printable, folder: Path, console: Console | None = None) -> None:
     """Print the report: headline, choice with reasons, memory by part, next best, levers, what to run."""
@@ -95,7 +99,9 @@ def _console() -> Console:
 
 def _sections(plan: Printable, console: Console) -> Iterator[tuple[str, Table]]:
     yield "Choice", _choice(plan)
-    yield "Memory at the peak", _memory(plan.peak, "█" if console.encoding.startswith("utf") else "#")
+    on_cpu = plan.hardware.get("kind") == "cpu"
+    block = "█" if console.encoding.startswith("utf") else "#"
+    yield "Memory at the peak", _memory(plan.peak, block, context="Python and libraries" if on_cpu else "CUDA context")
     yield "Memory by phase", phase_table(plan.peak)
     yield "Next best", _alternatives(plan)
     yield "What each lever would buy", _levers(plan.levers)
@@ -109,7 +115,14 @@ def _headline(plan: Printable) -> Text:
     text.append(f"({memory.total_bytes:,} of {memory.ceiling_bytes:,} bytes)\n")
     text.append(f"card: --vram {plan.request.vram} is {plan.request.vram_bytes:,} bytes on the label\n")
     text.append(f"speed: {time.step_ms:,.0f} ms a step, {time.tokens_per_s:,.0f} tokens/s ({time.source})")
+    if plan.search:
+        text.append(f"\ntrials: {_trials(plan.search)}")
     return text
+
+
+def _trials(search: Mapping[str, Any]) -> str:
+    kept = f", {search['trials_kept']} kept from before" if search["trials_kept"] else ""
+    return f"{search['trials_run']} run{kept}; {search['ended']}"
 
 
 def _table(*columns: tuple[str, bool]) -> Table:
@@ -153,12 +166,12 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _memory(memory: Any, block: str) -> Table:
+def _memory(memory: Any, block: str, *, context: str) -> Table:
     table = _table(("", False), ("size", True), ("share", True), ("", False))
     parts = {_label(name): size for name, size in memory.breakdown.items()}
     # The allocator holds more than is in use: rounding, cached blocks and fragments.
     parts["held by the allocator beyond that"] = memory.peak_reserved_bytes - sum(parts.values())
-    parts |= {"CUDA context": memory.context_bytes, "safety margin": memory.margin_bytes}
+    parts |= {context: memory.context_bytes, "safety margin": memory.margin_bytes}
     for name, size in parts.items():
         if size > 0:
             share = size / memory.ceiling_bytes

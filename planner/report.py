@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.config import TrainingConfig
 from planner.levers import LEVERS, conflict
+from planner.measure.protocol import Measurement
 from planner.plans import MEMORY_COLUMNS, Reason
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
@@ -60,8 +61,10 @@ def _batch_reason(config: TrainingConfig, result: SearchResult) -> str:
     ]
     if not larger:
         return "the whole effective batch at once"
-    if all(t.status != "fits" for t in larger):
+    if all(t.status in ("exceeds", "oom") for t in larger):
         return f"the next larger divisor of the effective batch, {_smallest(larger)}, does not fit"
+    if any(t.measured for t in result.trials):
+        return "the fastest of those that were measured and fit"
     return "the fastest of those that fit"
 
 
@@ -98,17 +101,25 @@ def alternatives_of(best: Trial, result: SearchResult) -> list[dict[str, Any]]:
 
 
 def _alternative(trial: Trial, best: Trial) -> dict[str, Any]:
-    assert trial.memory and trial.time and best.memory and best.time
-    slower = best.time.tokens_per_s / trial.time.tokens_per_s - 1
-    memory = trial.memory.total_bytes / best.memory.total_bytes - 1
+    need, best_need, time, best_time = _two_steps(trial), _two_steps(best), trial.best_time, best.best_time
+    assert time and best_time
+    slower = best_time.tokens_per_s / time.tokens_per_s - 1
+    memory = need / best_need - 1
     reason = f"{slower:.0%} slower" if slower >= 0.005 else "as fast"
     reason += f", {abs(memory):.0%} {'more' if memory > 0 else 'less'} memory"
     return {
         **trial.config.model_dump(mode="json"),
-        "total_bytes": trial.memory.total_bytes,
-        "tokens_per_s": trial.time.tokens_per_s,
+        "total_bytes": need,
+        "tokens_per_s": time.tokens_per_s,
         "reason": reason,
     }
+
+
+def _two_steps(trial: Trial) -> int:
+    """What two steps of the largest batch need in all: of a measured trial the whole run, which all of them have."""
+    memory = trial.run if trial.measured and trial.run else trial.memory
+    assert memory
+    return memory.total_bytes
 
 
 def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str, Any]]:
@@ -124,7 +135,7 @@ def lever_rows(best: Trial, space: Space, simulator: Simulator) -> list[dict[str
             if not (choice.valid and worth_a_look) or choice.value == chosen or conflict(changed):
                 continue
             if simulator.host_shortage_bytes(changed) <= 0:
-                rows.append(_lever_row(lever.field, choice.value, choice.reason, best, simulator))
+                rows.append(_lever_row(lever.field, choice.value, choice.reason, best.config, simulator))
     return rows
 
 
@@ -135,22 +146,21 @@ def _is_shown(value: str, simulator: Simulator) -> bool:
     return value in _SHOWN_UNASKED
 
 
-def _lever_row(field: str, value: str, reason: str, best: Trial, simulator: Simulator) -> dict[str, Any]:
-    assert best.memory and best.time
-    config = best.config.model_copy(update={field: value})
+def _lever_row(field: str, value: str, reason: str, chosen: TrainingConfig, simulator: Simulator) -> dict[str, Any]:
+    config = chosen.model_copy(update={field: value})
     memory, time = simulator.memory_of_budget(config), simulator.time(config)
     return {
         "lever": field,
-        "change": f"{getattr(best.config, field)} -> {value}",
-        "saves_bytes": best.memory.total_bytes - memory.total_bytes,
-        "speed_ratio": time.tokens_per_s / best.time.tokens_per_s,
+        "change": f"{getattr(chosen, field)} -> {value}",
+        "saves_bytes": simulator.memory_of_budget(chosen).total_bytes - memory.total_bytes,
+        "speed_ratio": time.tokens_per_s / simulator.time(chosen).tokens_per_s,
         "reason": reason if memory.fits else f"does not fit; {reason}",
     }
 
 
 def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
     """The rows of trials.csv: every configuration looked at, best first."""
-    order = {"fits": 0, "exceeds": 1, "pruned": 2}
+    order = {"fits": 0, "oom": 1, "error": 2, "exceeds": 3, "pruned": 4}
     fitting = result.fitting
     others = sorted((t for t in result.trials if t.status != "fits"), key=lambda t: order[t.status])
     return [_trial_row(trial) for trial in (*fitting, *others)]
@@ -167,16 +177,21 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "predicted_peak_allocated_bytes": memory.peak_allocated_bytes if memory else "",
         "predicted_peak_reserved_bytes": memory.peak_reserved_bytes if memory else "",
         "predicted_total_bytes": memory.total_bytes if memory else "",
-        "measured_peak_allocated_bytes": "",
-        "measured_peak_reserved_bytes": "",
-        "measured_total_bytes": "",
+        "measured_peak_allocated_bytes": _or_blank(trial.measured, "peak_allocated_bytes"),
+        "measured_peak_reserved_bytes": _or_blank(trial.measured, "peak_reserved_bytes"),
+        "measured_total_bytes": _or_blank(trial.measured, "process_bytes"),
         "predicted_step_ms": time.step_ms if time else "",
-        "measured_step_ms": "",
+        "measured_step_ms": _or_blank(trial.measured, "step_ms"),
         "predicted_tokens_per_s": time.tokens_per_s if time else "",
-        "measured_tokens_per_s": "",
+        "measured_tokens_per_s": _or_blank(trial.measured, "tokens_per_s"),
         "status": trial.status,
         "reason": trial.reason,
     }
+
+
+def _or_blank(measured: Measurement | None, name: str) -> Any:
+    value = getattr(measured, name, None)
+    return "" if value is None else value
 
 
 def memory_rows(config: TrainingConfig, simulator: Simulator) -> list[dict[str, Any]]:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_serializer, model_validator
 
 from planner import config
 from planner.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSyntaxError, parse_allocator
 from planner.calibration import DEFAULT_RISK
+from planner.contradictions import contradictions
 from planner.errors import InputError, Problem
-from planner.units import LARGEST_VRAM_BYTES, compact_bytes, parse_bytes, shown
+from planner.units import LARGEST_VRAM_BYTES, parse_bytes, shown
 
 MODES = ("train",)
 METHODS = ("auto", *config.METHODS)
-DEVICES = ("auto", "none")
-CLASSIFICATION_TASKS = ("sequence-classification", "token-classification")
-SEQ2SEQ_TASKS = ("seq2seq-lm",)
+DEVICES = ("auto", "none", "cpu", "cuda")
+"""Words for the device; ``cuda:1`` names one of several."""
 LARGEST_COUNT = 10_000_000
 """Bound of every count in a request: far above any use, far below what would make the arithmetic crawl."""
 
@@ -128,6 +127,22 @@ def _risk(value: object) -> float:
     return risk
 
 
+def _device(value: object) -> str:
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word not in DEVICES and not re.fullmatch(r"cuda:(0|[1-9][0-9]{0,2})", word):
+        near = "cuda" if word.startswith("gpu") else near_match(word, DEVICES)
+        accepted = f"{', '.join(DEVICES)}, or one of several GPUs such as cuda:1"
+        raise _refusal(value, accepted, f"did you mean {near}?" if near else "")
+    return word
+
+
+def _trial_device(value: object) -> str:
+    word = _device(value)
+    if word == "none":
+        raise _refusal(value, "auto, cpu, cuda or cuda:1", "a worker runs trials on a device")
+    return word
+
+
 def _size(minimum_bytes: int | None = None) -> BeforeValidator:
     def read(value: Any) -> Any:
         if minimum_bytes is None:
@@ -154,6 +169,7 @@ def _flag(value: object) -> bool:
 
 _MODEL = "a model's hub id such as bert-base-uncased, a folder or a config.json"
 _GPU = "a card's name such as RTX 4060 or A100 80GB"
+_STORAGE = "a journal's file such as trials.log, or a database's URL such as postgresql+psycopg://user@host/db"
 _CHECKPOINTING = _some_of(("none", "full"), r"every-([2-9]|[1-9][0-9]{1,2})", "every-2, every-4, ...")
 _DYNAMIC_INT8 = "dynamic int8 quantization runs on the CPU only and can't train"
 _NO_TRAINING = dict.fromkeys(("int8-dynamic", "dynamic-int8"), _DYNAMIC_INT8)
@@ -177,8 +193,8 @@ class PlanRequest(BaseModel):
     """Which parameters are trained; auto: all if they fit, else adapters, else on a quantized base."""
     gpu: Annotated[str, _text(_GPU)] | None = None
     """Loose name of the card; None: a typical card with that much memory."""
-    device: Annotated[Literal["auto", "none"], _one_of(DEVICES)] = "auto"
-    """Where trial steps run; this version simulates every step, so both values mean no device."""
+    device: Annotated[str, BeforeValidator(_device)] = "auto"
+    """Where trials run: cuda, cuda:1 or cpu; none: all is simulated; auto: cuda where there is one, else none."""
     seq_len: Annotated[int, _whole(1, unit="tokens")] | None = None
     """Longest sequence, in tokens; None: the planner's choice for the model."""
     target_seq_len: Annotated[int, _whole(1, unit="tokens")] | None = None
@@ -214,9 +230,13 @@ class PlanRequest(BaseModel):
     allocator: Annotated[str, BeforeValidator(_allocator)] = DEFAULT_ALLOCATOR
     """PyTorch's allocator settings, as in PYTORCH_CUDA_ALLOC_CONF; what it leaves out is PyTorch's default."""
     trials: Annotated[int, _whole(1, 1_000_000)] | None = None
-    """Configurations that the search looks at, at most; None: as many as it needs."""
+    """Measured trials, at most; without a device configurations to look at; None: as many as the search needs."""
     timeout: Annotated[float, BeforeValidator(_seconds)] | None = None
-    """Seconds that the search may take; None: no limit."""
+    """Seconds that measured trials may take together; without a device the search; None: no limit."""
+    trial_timeout: Annotated[float, BeforeValidator(_seconds)] | None = None
+    """Seconds that one measured trial may take; None: what the planner allows."""
+    storage: Annotated[str, _text(_STORAGE)] | None = None
+    """Where trials are kept while the search runs, and shared with other workers; None: a file in the user's cache."""
     seed: Annotated[int, _whole(0, 2**32 - 1)] = 0
     """Seed of the search, and the emitted script's default."""
     trust_remote_code: Annotated[bool, BeforeValidator(_flag)] = False
@@ -237,12 +257,35 @@ class PlanRequest(BaseModel):
         """Host memory that offloading may fill, in bytes; None: what this machine has."""
         return None if self.host_ram is None else parse_bytes(self.host_ram)
 
+    @field_serializer("storage")
+    def _without_password(self, storage: str | None) -> str | None:
+        return None if storage is None else without_password(storage)
+
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PlanRequest:
-        problems = [problem for rule in _RULES for problem in rule(self)]
+        problems = contradictions(self)
         if problems:
             raise _ContradictionsError(problems)
         return self
+
+
+class WorkerRequest(BaseModel):
+    """What a worker is to join, checked; build one with :func:`make_worker_request`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    storage: Annotated[str, _text(_STORAGE)]
+    """Where the trials are that it takes part in."""
+    device: Annotated[str, BeforeValidator(_trial_device)] = "auto"
+    """Where it runs them: cuda, cuda:1 or cpu; auto: cuda where there is one."""
+    timeout: Annotated[float, BeforeValidator(_seconds)] | None = None
+    """Seconds after which it starts no further trial; None: when there is nothing left to run."""
+
+
+def without_password(storage: str) -> str:
+    """A storage's URL as it may be shown and saved: ``postgresql://user:***@host/trials``."""
+    hidden = re.sub(r"(://[^:/@]*:).*@", r"\1***@", storage)
+    return re.sub(r"(?i)([?&]password=)[^&]*", r"\1***", hidden)
 
 
 class _ContradictionsError(ValueError):
@@ -251,82 +294,6 @@ class _ContradictionsError(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         super().__init__("\n".join(f"{p.argument}: {p.message}" for p in problems))
-
-
-def _one_batch(request: PlanRequest) -> Iterator[Problem]:
-    sequences, tokens, seq_len = request.batch_size, request.batch_tokens, request.seq_len
-    if tokens is None:
-        return
-    if sequences is not None:
-        message = f"got {tokens} beside a batch size of {sequences}; accepted: one of the two; leave one out"
-        yield Problem(argument="batch_tokens", message=message)
-    if seq_len is not None and tokens < seq_len:
-        message = f"got {tokens}; accepted: at least one sequence of {seq_len} tokens"
-        yield Problem(argument="batch_tokens", message=message)
-
-
-def _method_and_quantization(request: PlanRequest) -> Iterator[Problem]:
-    allowed, method = request.quantization, request.method
-    needed = {"full": ("none",), "lora": ("none",), "qlora": ("nf4", "int8")}.get(method)
-    if allowed is not None and needed is not None and not set(needed) & set(allowed):
-        remedy = {
-            "full": "quantized weights cannot be trained: choose method qlora or auto",
-            "lora": "adapters on a quantized base are method qlora",
-            "qlora": "adapters on a base that is not quantized are method lora",
-        }[method]
-        got, accepted = shown(",".join(allowed)), ", ".join(needed)
-        message = f"got {got} with method {method}; accepted with it: {accepted}; {remedy}"
-        yield Problem(argument="quantization", message=message)
-
-
-def _flash2_and_precision(request: PlanRequest) -> Iterator[Problem]:
-    attention, precision = request.attention, request.precision
-    if attention == ("flash2",) and precision is not None and set(precision) <= {"fp32", "tf32"}:
-        half = ", ".join(word for word in config.PRECISIONS if word not in ("fp32", "tf32"))
-        message = f"got flash2 with precision {','.join(precision)}; accepted with it: {half}; or choose sdpa"
-        yield Problem(argument="attention", message=message)
-
-
-def _offload_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
-    """An offload that none of the named values goes with; what is not named is left to the search."""
-    from planner.levers.offload import clash
-
-    open_ones = {"optimizer": "adamw_fused", "checkpointing": "full", "precision": "fp32"}
-    words = {name: getattr(request, name) or (word,) for name, word in open_ones.items()}
-    method = "full" if request.method == "auto" else request.method
-    for offload in request.offload or ():
-        tried = [dict(zip(words, values, strict=True)) for values in itertools.product(*words.values())]
-        reasons = [clash(offload, method=method, **values) for values in tried]
-        if all(reasons):
-            yield Problem(argument="offload", message=f"got {offload!r}: {reasons[0]}; leave one of them out")
-
-
-def _task_and_shape(request: PlanRequest) -> Iterator[Problem]:
-    task, default = request.task, PlanRequest.model_fields["num_labels"].default
-    for argument, value, tasks in (
-        ("target_seq_len", request.target_seq_len, SEQ2SEQ_TASKS),
-        ("num_labels", request.num_labels if request.num_labels != default else None, CLASSIFICATION_TASKS),
-    ):
-        if task is not None and value is not None and task not in tasks:
-            message = f"got {value} with task {task}; accepted with: {', '.join(tasks)}; leave it out"
-            yield Problem(argument=argument, message=message)
-
-
-def _headroom_leaves_something(request: PlanRequest) -> Iterator[Problem]:
-    if request.headroom_bytes >= request.vram_bytes:
-        ceiling = compact_bytes(request.vram_bytes)
-        message = f"got {shown(request.headroom)}; accepted: less than the card's {ceiling}; keep less free"
-        yield Problem(argument="headroom", message=message)
-
-
-_RULES: tuple[Callable[[PlanRequest], Iterator[Problem]], ...] = (
-    _one_batch,
-    _method_and_quantization,
-    _flash2_and_precision,
-    _offload_and_the_rest,
-    _task_and_shape,
-    _headroom_leaves_something,
-)
 
 
 def make_request(**arguments: Any) -> PlanRequest:
@@ -350,6 +317,14 @@ def make_request(**arguments: Any) -> PlanRequest:
     raise InputError(problems)
 
 
+def make_worker_request(**arguments: Any) -> WorkerRequest:
+    """Check the arguments of ``worker()``; None counts as left out. Raises InputError with every problem."""
+    try:
+        return WorkerRequest.model_validate({name: value for name, value in arguments.items() if value is not None})
+    except ValidationError as error:
+        raise InputError(list(_problems(error))) from None
+
+
 def _problems(error: ValidationError) -> Iterator[Problem]:
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
@@ -362,7 +337,7 @@ def _problems(error: ValidationError) -> Iterator[Problem]:
 
 def _message(argument: str, kind: str, cause: object) -> str:
     if kind == "missing":
-        accepted = _MODEL if argument == "model" else "a card's memory such as 8GB"
+        accepted = {"model": _MODEL, "storage": _STORAGE}.get(argument, "a card's memory such as 8GB")
         return f"missing; accepted: {accepted}"
     if kind == "extra_forbidden":
         near = near_match(argument, PlanRequest.model_fields)

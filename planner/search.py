@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from statistics import median
 from typing import TYPE_CHECKING
 
 from planner.budget import Memory
 from planner.config import TrainingConfig
 from planner.levers import conflict
+from planner.measurements import log_noise
 from planner.simulation import Simulator
 from planner.space import Space
 from planner.timing import Time
@@ -17,6 +20,8 @@ from planner.whole_run import whole_run
 
 if TYPE_CHECKING:
     import optuna
+
+    from planner.measure.protocol import Measurement
 
 EXHAUSTIVE_UP_TO = 600
 """Spaces of at most this many configurations are looked at whole: a simulated trial costs milliseconds."""
@@ -35,16 +40,32 @@ class Trial:
     time: Time | None
     """Predicted time; None where the configuration doesn't fit."""
     status: str
-    """fits, exceeds, or pruned."""
+    """fits, exceeds, or pruned; of a measured one fits, oom, or error."""
     reason: str
-    """Why it doesn't fit, or was not looked at closely."""
+    """Why it doesn't fit, or was not looked at closely, or not measured."""
     run: Memory | None = None
     """Memory of the whole run, with its phases; None where only two steps were looked at."""
+    measured: Measurement | None = None
+    """What a trial on the device measured; None where none was run."""
 
     @property
     def known(self) -> Memory | None:
         """The memory of as much of the run as was looked at."""
         return self.run or self.memory
+
+    @property
+    def best_time(self) -> Time | None:
+        """As measured where it was, else as predicted."""
+        found = self.measured
+        if found is None or found.step_ms is None or found.tokens_per_s is None:
+            return self.time
+        return Time(
+            step_ms=found.step_ms,
+            micro_batch_ms=median(found.micro_batch_ms),
+            update_ms=median(found.update_ms),
+            tokens_per_s=found.tokens_per_s,
+            source="measured",
+        )
 
 
 @dataclass
@@ -52,10 +73,28 @@ class SearchResult:
     """All trials of one search; ``best`` is the fastest that fits."""
 
     trials: list[Trial] = field(default_factory=list)
+    run: int = 0
+    """Trials that were run on the device for this result, failed ones included."""
+    interrupted: bool = False
+    """Whether the user stopped it."""
+    stopped: str = ""
+    """Why no more trials were run, one clause; empty for a simulated search."""
+    problems: list[str] = field(default_factory=list)
+    """What went wrong without stopping it, a line each."""
+
+    @property
+    def measured(self) -> list[Trial]:
+        """Trials with a measurement."""
+        return [trial for trial in self.trials if trial.measured]
 
     @property
     def fitting(self) -> list[Trial]:
-        """Trials that fit, fastest first; among equally fast ones the one that needs least memory."""
+        """Trials that fit, fastest first; among equally fast ones the one that needs least memory.
+
+        Where anything was measured, only what was.
+        """
+        if self.measured:
+            return _by_measured_speed([trial for trial in self.measured if trial.status == "fits"])
         return sorted((t for t in self.trials if t.status == "fits"), key=_preference)
 
     @property
@@ -106,6 +145,36 @@ def _preference(trial: Trial) -> tuple[float, int]:
     assert trial.time is not None and trial.memory is not None
     # speeds that first differ in the fifth digit are the same to a time model: take the smaller footprint
     return (-float(f"{trial.time.tokens_per_s:.4g}"), trial.memory.total_bytes)
+
+
+def _by_measured_speed(trials: list[Trial]) -> list[Trial]:
+    """Fastest first, but in front the smallest of those that the measurements' noise can't tell from the fastest."""
+    ordered = sorted(trials, key=_measured_preference)
+    if not ordered:
+        return []
+    first = min((t for t in ordered if _is_a_tie(t, ordered[0])), key=lambda t: (_measured_bytes(t), ordered.index(t)))
+    return [first, *(trial for trial in ordered if trial is not first)]
+
+
+def _is_a_tie(trial: Trial, fastest: Trial) -> bool:
+    """Whether the speeds differ by less than the standard error of the difference, and than what is worth a trial."""
+    from planner.expected_gain import WORTH_A_TRIAL
+
+    errors = [log_noise(t.measured, t.config.gradient_accumulation_steps) for t in (trial, fastest) if t.measured]
+    slower = _measured_speed(fastest) / _measured_speed(trial) - 1 if _measured_speed(trial) else math.inf
+    return trial is fastest or slower < min(math.hypot(*errors), WORTH_A_TRIAL)
+
+
+def _measured_preference(trial: Trial) -> tuple[float, int]:
+    return (-_measured_speed(trial), _measured_bytes(trial))
+
+
+def _measured_speed(trial: Trial) -> float:
+    return (trial.measured and trial.measured.tokens_per_s) or 0.0
+
+
+def _measured_bytes(trial: Trial) -> int:
+    return (trial.measured and trial.measured.peak_reserved_bytes) or 0
 
 
 def search(

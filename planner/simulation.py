@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -17,12 +20,17 @@ from planner.lengths import Lengths
 from planner.levers.offload import ON_HOST
 from planner.levers.optimizer import PAGED_BYTES_PER_PARAMETER, STATE_BYTES_PER_PARAMETER
 from planner.levers.precision import AUTOCAST_DTYPES, WEIGHT_DTYPES, has_masters
+from planner.memory.block_sizes import AllocatorSettings
+from planner.memory.host import HostSettings
 from planner.memory.model import MemoryModel
 from planner.memory.polynomials import Shape
 from planner.recordings import Recordings
 from planner.timing import Time, step_time
 from planner.units import round_up
 from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.measurements import Corrections
 
 MIB = 2**20
 
@@ -50,6 +58,8 @@ class Simulator:
 
     ``seq_len`` is the planned length: the polynomials are checked against a recording there. ``allocator`` is what
     the run sets; None: PyTorch's defaults. ``lengths`` of the user's data, and the ``seed`` of their order in a run.
+    ``context``: bytes that the process holds outside of its tensors, and how that is known; None: the catalogue's
+    figure, which a CPU has none of (ValueError).
     """
 
     def __init__(
@@ -65,19 +75,47 @@ class Simulator:
         allocator: AllocatorOptions | None = None,
         lengths: Lengths | None = None,
         seed: int = 0,
+        context: tuple[int, str] | None = None,
     ) -> None:
         self.workload = workload
         self.card = card
-        context, self.context_reason = context_bytes(card)
+        if context is None and card.kind == "cpu":
+            raise ValueError("context: got None; accepted for a CPU: what a process holds there, as measured")
+        held_bytes, self.context_reason = context or context_bytes(card)
         self.budget = Budget(
-            ceiling_bytes=ceiling_bytes, context_bytes=context, headroom_bytes=headroom_bytes, risk=risk
+            ceiling_bytes=ceiling_bytes,
+            context_bytes=held_bytes,
+            headroom_bytes=headroom_bytes,
+            risk=risk,
+            device=card.kind,
         )
         self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
         self.recordings = Recordings(workload, card, checked_seq_len=seq_len)
         options = allocator or AllocatorOptions(text="")
-        self.allocator = options.settings(allowed_bytes=ceiling_bytes - context)
+        self.allocator: AllocatorSettings | HostSettings = HostSettings()
+        if card.kind == "cuda":
+            self.allocator = options.settings(allowed_bytes=ceiling_bytes - held_bytes)
         self.lengths, self.seed = lengths, seed
         self._models: dict[str, MemoryModel] = {}
+        self._corrections: Corrections | None = None
+
+    def corrected(self, corrections: Corrections) -> Simulator:
+        """The same, with answers as measurements on this device make them; recordings are shared."""
+        other = copy.copy(self)
+        other._corrections = corrections
+        context_bytes = corrections.context_bytes
+        if context_bytes is not None:
+            other.budget = replace(self.budget, context_bytes=context_bytes)
+            other.context_reason = "median of the trials on this machine"
+        return other
+
+    def corrected_bytes(self, config: TrainingConfig, reserved_bytes: int) -> int:
+        """What is reserved as measurements make it; as it is where there are none."""
+        return (
+            reserved_bytes
+            if self._corrections is None
+            else round(reserved_bytes * self._corrections.memory(config).factor)
+        )
 
     @property
     def facts(self) -> ModelFacts:
@@ -99,7 +137,7 @@ class Simulator:
         return self.budget.memory(
             config,
             allocated_bytes=peak.allocated_bytes,
-            reserved_bytes=peak.reserved_bytes,
+            reserved_bytes=self.corrected_bytes(config, peak.reserved_bytes),
             breakdown={name: parts[name] for name in PARTS},
         )
 
@@ -151,13 +189,14 @@ class Simulator:
 
     def time(self, config: TrainingConfig) -> Time:
         """How long an optimizer step takes with this configuration."""
-        return step_time(
+        time = step_time(
             self.model(config),
             config,
             self.card,
             trainable_parameters=self.trainable_parameters(config),
             tokens_per_sequence=self.workload.tokens_per_sequence(config.seq_len),
         )
+        return time if self._corrections is None else time.scaled(self._corrections.time(config).factor)
 
     def trainable_parameters(self, config: TrainingConfig) -> int:
         """Number of parameters that get gradients."""

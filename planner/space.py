@@ -81,9 +81,10 @@ class Space:
         )
 
 
-def rungs(method: str) -> tuple[str, ...]:
-    """The rungs that a request's method allows, in order."""
-    return RUNGS if method == "auto" else (method,)
+def rungs(method: str, *, device: str = "cuda") -> tuple[str, ...]:
+    """The rungs that a request's method allows, in order; a processor has no quantized base."""
+    allowed = RUNGS if method == "auto" else (method,)
+    return tuple(rung for rung in allowed if device != "cpu" or rung != "qlora")
 
 
 def effective_batch_size(request: PlanRequest, seq_len: int) -> tuple[int, str]:

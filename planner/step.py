@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from planner.config import TrainingConfig
 from planner.levers import LEVERS
+from planner.levers.checkpointing import checkpointing_layers
 from planner.levers.fused_loss import loss_of_outputs
 from planner.levers.precision import base_dtype
 from planner.recording.record import ACTIVATIONS, INPUTS, TEMPORARIES
@@ -45,12 +47,45 @@ def build_model(workload: Workload, config: TrainingConfig, *, device: str = "me
     without_data = no_init_weights() if device == "meta" else nullcontext()
     with warnings.catch_warnings(), without_data:
         warnings.simplefilter("ignore")  # about peft's use of older names, and its own correction of its settings
-        model = workload.build_model(
-            attention=config.attention, dtype=base_dtype(config.precision, config.method), device=device, **changes
-        )
+        model = _base_model(workload, config, device, **changes)
         for lever in LEVERS:
+            if lever.field == "offload":  # it holds on to tensors where they are
+                _place(model, config, device)
             model = lever.change_model(model, config)
+            if lever.field == "quantization" and config.quantization != "none" and device != "meta":
+                model = model.to(device)  # quantizes; from_pretrained's device_map does so before there are adapters
     return model.train()
+
+
+def _base_model(workload: Workload, config: TrainingConfig, device: str, **changes: Any) -> nn.Module:
+    """Without levers; for a card in host memory, from where the emitted script moves it as well.
+
+    Random weights are made on the card where they fit, which takes a hundredth of the time.
+    """
+    dtype = base_dtype(config.precision, config.method)
+    build = partial(workload.build_model, attention=config.attention, dtype=dtype, **changes)
+    if torch.device(device).type != "cuda":
+        return build(device=device)
+    model = None
+    with suppress(torch.OutOfMemoryError):
+        model = build(device=device).to("cpu")
+    if model is None:
+        model = build(device="cpu")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return model
+
+
+def _place(model: nn.Module, config: TrainingConfig, device: str) -> None:
+    """Move a model to a card as the emitted script does."""
+    if torch.device(device).type != "cuda":
+        return
+    if config.offload == "parameters":
+        from planner.recording.transfers import keep_layers_on_host
+
+        keep_layers_on_host(model, checkpointing_layers(model), torch.device(device))
+    else:
+        model.to(device)
 
 
 def run_micro_batch(
@@ -60,14 +95,18 @@ def run_micro_batch(
     autocasting: Autocasting | None,
     *,
     backward: Callable[[Tensor], None] = Tensor.backward,
+    items: int = 1,
 ) -> None:
-    """One micro-batch of the emitted loop, from the batch's arrival to its end. ``autocasting`` is None without AMP."""
+    """One micro-batch of the emitted loop, from the batch's arrival to its end. ``autocasting`` is None without AMP.
+
+    ``items``: what the effective batch's mean loss is over; it changes the loss, and neither memory nor time.
+    """
     watcher.phase("inputs", category=INPUTS)
     batch = make_batch()
     watcher.phase("forward", category=ACTIVATIONS)
     inputs = dict(batch)
     labels = inputs.pop("labels")
-    loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=1)
+    loss = loss_of_outputs(model, _outputs(model, inputs, autocasting).logits, labels, items=items)
     del inputs, labels
     watcher.phase("backward", category=TEMPORARIES, backward=True)
     backward(loss)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 
@@ -45,6 +45,16 @@ class Time:
     source: str = "simulated"
     """simulated or measured."""
 
+    def scaled(self, factor: float) -> Time:
+        """The same at another pace."""
+        return replace(
+            self,
+            step_ms=self.step_ms * factor,
+            micro_batch_ms=self.micro_batch_ms * factor,
+            update_ms=self.update_ms * factor,
+            tokens_per_s=self.tokens_per_s / factor,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Achievable:
@@ -70,6 +80,28 @@ class Achievable:
     """Of the theoretical PCIe rate, by copies from and to pinned memory."""
     host_bandwidth_bytes_per_s: float
     """What the CPU's AdamW reaches of the host memory's bandwidth."""
+
+
+def reached_on(card: Card) -> Achievable:
+    """What kernels reach on a card. A CPU's rates were measured, so all of them is reached.
+
+    There is no queue on it: what an operator takes beyond its roofline is its dispatch and its autograd node, which
+    are measured together; nobody waits for anything.
+    """
+    if card.kind == "cuda":
+        return achievable()
+    return Achievable(
+        matmul_fp32_fraction=1.0,
+        matmul_tensor_core_fraction=1.0,
+        attention_fp32_fraction=1.0,
+        attention_half_fraction=1.0,
+        bandwidth_fraction=1.0,
+        kernel_us=card.operator_us or 0.0,
+        operator_us=0.0,
+        bare_operator_us=card.operator_us or 0.0,
+        pcie_fraction=1.0,
+        host_bandwidth_bytes_per_s=card.memory_bandwidth_bytes_per_s,
+    )
 
 
 @cache
@@ -127,6 +159,8 @@ class Operators:
 
     def launch_seconds(self, reached: Achievable) -> Seconds:
         """CPU time of each operator. [operators]"""
+        if not reached.operator_us:  # in the kernels' own time
+            return np.zeros(len(self.kind))
         busy = np.where(self.is_cast, reached.bare_operator_us, reached.operator_us)
         seconds: Seconds = np.where(self.has_kernel, busy, 0.0) * 1e-6
         return seconds
@@ -279,7 +313,7 @@ def step_time(
 
     ``tokens_per_sequence`` is what one sequence counts for; ``reached`` replaces the shipped values.
     """
-    reached = reached or achievable()
+    reached = reached or reached_on(card)
     shape = (config.micro_batch_size, config.seq_len)
     step = model.step(shape)
     operators = Operators.of(step.template.ops)
@@ -325,4 +359,14 @@ def _passes_seconds(
     return one_pass.repeated(micro_batches, between_s=on_card_s)
 
 
-__all__ = ["Achievable", "Operators", "Pass", "Time", "achievable", "parameter_bytes", "step_time", "update_seconds"]
+__all__ = [
+    "Achievable",
+    "Operators",
+    "Pass",
+    "Time",
+    "achievable",
+    "parameter_bytes",
+    "reached_on",
+    "step_time",
+    "update_seconds",
+]

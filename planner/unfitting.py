@@ -11,8 +11,8 @@ from planner.levers.offload import conflict
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
-from planner.space import RUNGS, Space
-from planner.units import GIB, format_bytes, round_up
+from planner.space import Space, rungs
+from planner.units import GIB, MIB, format_bytes, round_up
 from planner.whole_run import whole_run
 
 
@@ -31,11 +31,17 @@ def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, resul
         f"{format_bytes(max(over, 0))} too much"
         + (f"; {closest.reason}" if over <= 0 else "")
         + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
-        f"smallest card that would do: --vram {smallest // GIB}GB",
+        _would_do(smallest, on_cpu=simulator.card.kind == "cpu"),
         *_remedies(request, simulator, closest),
         *_with_more_host_memory(simulator, result),
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
+
+
+def _would_do(smallest_bytes: int, *, on_cpu: bool) -> str:
+    if on_cpu:
+        return f"smallest ceiling that would do: --vram {smallest_bytes // MIB}MB"
+    return f"smallest card that would do: --vram {smallest_bytes // GIB}GB"
 
 
 def _describe(config: TrainingConfig) -> str:
@@ -49,6 +55,8 @@ def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
     """The smallest label whose typical card reports enough, as ``--vram`` alone would take it; else the need."""
     assert closest.known is not None
     need = closest.known.total_bytes
+    if simulator.card.kind == "cpu":
+        return round_up(need, MIB)
     for label in sorted({card.label_bytes for card in all_cards()}):
         card, _ = typical_card(label)
         if ceiling_bytes(label, card, named=False)[0] >= need:
@@ -59,7 +67,8 @@ def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
 def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Iterator[str]:
     """Options that would make it fit, each tried."""
     config = closest.config
-    for method in RUNGS[RUNGS.index(config.method) + 1 :] if request.method != "auto" else ():
+    further = rungs("auto", device=simulator.card.kind)
+    for method in further[further.index(config.method) + 1 :] if request.method != "auto" else ():
         quantization = "nf4" if method == "qlora" else "none"
         changed = config.model_copy(
             update={"method": method, "quantization": quantization, "lora": LoraSettings(), "offload": "none"}

@@ -17,6 +17,7 @@ from planner.memory.epoch import EpochPeak, epoch_steps, replay_epoch
 from planner.memory.life import Life, replay_life
 
 if TYPE_CHECKING:
+    from planner.measure.protocol import Measurement
     from planner.simulation import Simulator
 
 ASSUMED_LIMITS = {"patience": 12, "max_events": 500_000}
@@ -40,12 +41,47 @@ def whole_run(simulator: Simulator, config: TrainingConfig, *, epoch: bool = Tru
         }
     parts = dict(life.breakdown)
     parts["activations"] += parts.pop("inputs")
+    phases_bytes = max(p["peak_reserved_bytes"] for p in phases.values())
     return simulator.budget.memory(
         config,
         allocated_bytes=max(steps.peak_allocated_bytes, *(p["peak_allocated_bytes"] for p in phases.values())),
-        reserved_bytes=max(steps.peak_reserved_bytes, *(p["peak_reserved_bytes"] for p in phases.values())),
+        reserved_bytes=max(steps.peak_reserved_bytes, simulator.corrected_bytes(config, phases_bytes)),
         breakdown={name: parts[name] for name in PARTS},
         phases=phases,
+    )
+
+
+def later_bytes(simulator: Simulator, config: TrainingConfig) -> int:
+    """What a whole run reserves beyond the two steps of the largest batch, which is what a trial runs."""
+    run, steps = whole_run(simulator, config), simulator.memory(config)
+    return max(0, run.peak_reserved_bytes - steps.peak_reserved_bytes)
+
+
+def measured_run(simulator: Simulator, config: TrainingConfig, measured: Measurement) -> Memory:
+    """The whole run by what a trial measured: what the simulator says later phases add goes on top of it.
+
+    What the process held beyond the allocator is the context.
+    """
+    run, steps = whole_run(simulator, config), simulator.memory(config)
+    assert measured.peak_allocated_bytes is not None and measured.peak_reserved_bytes is not None
+    assert measured.process_bytes is not None
+    more_allocated = measured.peak_allocated_bytes - steps.peak_allocated_bytes
+    more_reserved = measured.peak_reserved_bytes - steps.peak_reserved_bytes
+    later = {
+        name: {
+            "peak_allocated_bytes": max(0, peaks["peak_allocated_bytes"] + more_allocated),
+            "peak_reserved_bytes": max(0, peaks["peak_reserved_bytes"] + more_reserved),
+        }
+        for name, peaks in run.phases.items()
+    }
+    seen = {name: dict(peaks) for name, peaks in measured.phases.items() if name in run.phases}
+    return simulator.budget.memory(
+        config,
+        allocated_bytes=max(run.peak_allocated_bytes + more_allocated, measured.peak_allocated_bytes),
+        reserved_bytes=max(run.peak_reserved_bytes + more_reserved, measured.peak_reserved_bytes),
+        breakdown=run.breakdown,
+        phases={**later, **seen},
+        context_bytes=max(0, measured.process_bytes - measured.peak_reserved_bytes),
     )
 
 

@@ -72,14 +72,16 @@ class Workload:
         import torch
 
         config = self.hf_config(**changes)
+        from planner.recording import flash_attention
+
         # the flash_attn package can't be asked for without it: recording has its own
-        config._attn_implementation = "eager" if attention == "flash2" else attention
+        recorded_flash = attention == "flash2" and device == "meta"
+        real = flash_attention.NAME if attention == "flash2" else attention
+        config._attn_implementation = "eager" if recorded_flash else real
         cls = cast(Any, model_class(self.spec.model_type, self.architecture))
         with torch.device(device):
             model: nn.Module = cls._from_config(config, dtype=dtype)
-        if attention == "flash2":
-            from planner.recording import flash_attention
-
+        if recorded_flash:
             flash_attention.use(model)
         model.tie_weights()  # type: ignore[operator]  # left out where initialisation is switched off
         model.train()
@@ -114,26 +116,79 @@ class Workload:
             config.pad_token_id = 0  # a padded batch of sequence classification needs one
         return config
 
-    def make_batch(self, micro_batch_size: int, seq_len: int, *, device: str = "meta") -> dict[str, Tensor]:
-        """What the emitted script's collator moves to the device: int64 tensors of [b, s], labels last."""
+    def make_batch(
+        self, micro_batch_size: int, seq_len: int, *, device: str = "meta", seed: int = 0
+    ) -> dict[str, Tensor]:
+        """What the emitted script's collator moves to the device: int64 tensors of [b, s], labels last.
+
+        With data, tokens and labels are random, and the last sequence ends with a token of padding: a batch of
+        sequences of different lengths has a mask that is not all ones, which transformers doesn't leave out.
+        """
         import torch
 
-        def tokens(length: int) -> Tensor:
-            return torch.ones(micro_batch_size, length, dtype=torch.int64, device=device)
-
-        batch = {"input_ids": tokens(seq_len), "attention_mask": tokens(seq_len)}
+        content = _Ones() if device == "meta" else _Random(self, device, seed)
+        target_len = self.target_seq_len or seq_len
+        batch = {
+            "input_ids": content.tokens(micro_batch_size, seq_len),
+            "attention_mask": torch.ones(micro_batch_size, seq_len, dtype=torch.int64, device=device),
+        }
         if self.task == "sequence-classification":
-            batch["labels"] = torch.ones(micro_batch_size, dtype=torch.int64, device=device)
+            batch["labels"] = content.labels(micro_batch_size)
         elif self.task == "seq2seq-lm":  # the collator shifts the target itself: the model gets no labels
-            batch["decoder_input_ids"] = tokens(self.target_seq_len or seq_len)
-            batch["labels"] = tokens(self.target_seq_len or seq_len)
+            batch["decoder_input_ids"] = content.tokens(micro_batch_size, target_len)
+            batch["labels"] = content.labels(micro_batch_size, target_len)
         else:
-            batch["labels"] = tokens(seq_len)
+            batch["labels"] = content.labels(micro_batch_size, seq_len)
+        if device != "meta" and seq_len > 1:
+            batch["attention_mask"][-1, -1] = 0
         return batch
 
     def tokens_per_sequence(self, seq_len: int) -> int:
         """Tokens that one sequence of a micro-batch counts for."""
         return seq_len + (self.target_seq_len or 0)
+
+
+class _Ones:
+    """Tensors without data."""
+
+    def tokens(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.ones(shape, dtype=torch.int64, device="meta")
+
+    labels = tokens
+
+
+class _Random:
+    """Token ids and labels that a model takes."""
+
+    def __init__(self, workload: Workload, device: str, seed: int) -> None:
+        import torch
+
+        config = workload.hf_config()
+        self._classes = workload.num_labels if workload.task.endswith("classification") else 0
+        self._vocabulary = int(config.get_text_config().vocab_size)
+        padding = config.pad_token_id
+        self._padding = padding if isinstance(padding, int) and 0 <= padding < self._vocabulary else 0
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def tokens(self, *shape: int) -> Tensor:
+        ids = self._integers(self._vocabulary, shape)
+        if shape[-1] > 1:
+            ids[-1, -1] = self._padding
+        return ids
+
+    def labels(self, *shape: int) -> Tensor:
+        labels = self._integers(self._classes or self._vocabulary, shape)
+        if len(shape) > 1 and shape[-1] > 1:
+            labels[-1, -1] = -100  # no part of the loss
+        return labels
+
+    def _integers(self, end: int, shape: tuple[int, ...]) -> Tensor:
+        import torch
+
+        return torch.randint(end, shape, generator=self._generator, device=self._device)
 
 
 def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,12 +16,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from planner import cli, config
+from planner import cache, cli, config
 from planner.budget import Memory
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, NothingFitsError, Problem, TrialError
+from planner.progress import NoProgress
 from planner.render import next_commands, render
-from planner.request import PlanRequest, make_request
+from planner.request import PlanRequest, WorkerRequest, make_request
 
 PLAN = Path(sysconfig.get_path("scripts")) / "plan"
 OUTPUT_OPTIONS = {"out", "snapshot", "as_json", "quiet", "version", "help"}
@@ -78,6 +80,7 @@ def handmade_plan(**changes):
         "config": chosen,
         "peak": memory,
         "time": SimpleNamespace(step_ms=1234.4, tokens_per_s=13265.7, source="simulated"),
+        "search": {},
         "reasons": [
             SimpleNamespace(field="precision", value="bf16-amp", reason="the card has bf16 [cc 8.9]"),
             SimpleNamespace(field="gpu", value="RTX 4060", reason="a typical card with 8 GB"),
@@ -86,6 +89,7 @@ def handmade_plan(**changes):
             other | {"total_bytes": 2**32, "tokens_per_s": 9000.0, "reason": f"slower ({n})"} for n in range(5)
         ],
         "levers": [lever | {"reason": "recomputes activations"}],
+        "interrupted": False,
         "to_json": lambda: {"schema_version": 1},
         "save": lambda folder: folder,
     }
@@ -111,6 +115,15 @@ def test_option_names_are_the_field_names_with_dashes():
     """seq_len is --seq-len, and so on for all."""
     got = {p.name: p.opts for p in cli.command.params if p.name not in OUTPUT_OPTIONS}
     assert {name: [cli.flag(name)] for name in PlanRequest.model_fields} == got
+
+
+def test_a_workers_options_are_its_requests_fields():
+    """plan worker has an option for each argument of worker(), and --quiet."""
+    worker = cli.command.commands["worker"]
+    assert {*WorkerRequest.model_fields, "quiet"} == {p.name for p in worker.params}
+    assert {name: [cli.flag(name)] for name in WorkerRequest.model_fields} == {
+        p.name: p.opts for p in worker.params if p.name != "quiet"
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,12 +155,16 @@ def test_help_names_the_defaults():
 # Help
 
 
-def test_help_imports_nothing_heavy(tmp_path):
-    """``plan --help`` imports neither torch nor transformers nor anything else that takes time."""
-    code = f"import sys; from planner.cli import run; run(['--help']); print([m for m in {HEAVY} if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("words", "shown"), [([], "worker  Run trials"), (["worker"], "--storage URL"), ([], "--vram SIZE")]
+)
+def test_help_imports_nothing_heavy(words, shown, tmp_path):
+    """``plan --help`` imports neither torch nor transformers nor anything else that takes time; nor for a command."""
+    run = f"run([*{words}, '--help'])"
+    code = f"import sys; from planner.cli import run; {run}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "[]" == done.stdout.splitlines()[-1]
-    assert "--vram SIZE" in done.stdout
+    assert shown in done.stdout
 
 
 def test_help_is_quick(tmp_path):
@@ -186,8 +203,13 @@ def test_all_problems_at_once_as_flags(tmp_path):
         ([], "--model: missing"),
         (["--vrm", "8GB"], "Did you mean '--vram'"),
         (["--vram"], "requires an argument"),
-        (["bert"], "unexpected extra argument"),
-        (["--model", "m", "--vram", "8GB", "--device", "cuda"], "--device: got 'cuda'; accepted: auto, none"),
+        (["bert"], "got 'bert'; accepted: options such as --model bert, or one of the commands worker"),
+        (["--vram", "8GB", "bert"], "got 'bert'; accepted: "),
+        (["--vram", "8GB", "worker", "--storage", "a"], "got options before 'worker'; accepted: plan worker and its"),
+        (["--model", "m", "--vram", "8GB", "--device", "gpu"], "--device: got 'gpu'; accepted: auto, none, cpu, cuda"),
+        (["worker"], "--storage: missing; accepted: a journal's file such as "),
+        (["worker", "--storage", "a", "--device", "none"], "--device: got 'none'; accepted: auto, cpu, cuda"),
+        (["worker", "--storage", "a", "b"], "unexpected extra argument"),
         (["--model", "m", "--vram", "8GB", "--out", ""], "--out: got ''"),
     ],
 )
@@ -195,6 +217,22 @@ def test_bad_input_ends_with_2(arguments, part, capsys):
     """Whoever finds the problem, click or the request, the exit code is 2 and the message names it."""
     assert 2 == cli.run(arguments)
     assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["bert", "wroker", "--", "a b", "[x]"])
+def test_an_unknown_command_is_one_line(word, capsys):
+    """A first word that is no command is told in one line, with what may stand there."""
+    assert 2 == cli.run([word, "--vram", "8GB"] if word != "--" else ["--", "x"])
+    out, err = capsys.readouterr()
+    assert ("", 1, True) == (out, len(err.splitlines()), err.startswith("Error: got "))
+
+
+def test_a_value_may_be_a_commands_name(monkeypatch):
+    """--model worker is a model."""
+    got = {}
+    monkeypatch.setattr("planner.plan", lambda **a: got.update(a) or handmade_plan(), raising=False)
+    assert 0 == cli.run(["--model", "worker", "--vram", "8GB"])
+    assert "worker" == got["model"]
 
 
 def test_repeated_restrictions_add_up(monkeypatch):
@@ -205,10 +243,11 @@ def test_repeated_restrictions_add_up(monkeypatch):
 
 
 def test_plan_gets_exactly_the_request(monkeypatch):
-    """The command passes the checked request on, field for field."""
+    """The command passes the checked request on, field for field, and where to tell what goes on."""
     got = {}
     run_with(monkeypatch, lambda **a: got.update(a) or handmade_plan(), "--seq-len", "128", "--trust-remote-code")
     expected = make_request(model="bert-base-uncased", vram="8GB", seq_len=128, trust_remote_code=True)
+    assert isinstance(got.pop("progress"), NoProgress)
     assert dict(expected) == got
 
 
@@ -267,6 +306,15 @@ def test_new_empty_and_earlier_folders_are_accepted(existing, tmp_path, monkeypa
     assert [folder] == saved
 
 
+def test_an_earlier_plan_that_cannot_be_replaced_is_found_out_before_planning(tmp_path, monkeypatch, capsys):
+    """A new plan is written beside the old one first, so the folder above must take it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert 2 == run_with(monkeypatch, raiser(AssertionError("planned")), "--out", "out")
+    assert f"; {tmp_path} cannot be written to\n" in capsys.readouterr().err
+
+
 def test_folder_that_fails_while_saving_is_a_clear_line(monkeypatch, capsys):
     """A full or vanished disk is bad news about --out, not a traceback."""
 
@@ -288,7 +336,7 @@ def test_folder_that_fails_while_saving_is_a_clear_line(monkeypatch, capsys):
         (InputError([Problem(argument="gpu", message="got 'x'")]), 2, "--gpu: got 'x'\n"),
         (NothingFitsError("needs 16GB", smallest_vram_bytes=2**34), 3, "needs 16GB\n"),
         (TrialError("the device is gone"), 4, "the device is gone\n"),
-        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
 def test_each_error_has_its_exit_code_and_message(error, code, message, monkeypatch, capsys):
@@ -312,6 +360,203 @@ def test_debug_variable_shows_the_traceback(monkeypatch, capsys):
     monkeypatch.setenv(cli.DEBUG_VARIABLE, "1")
     assert 1 == run_with(monkeypatch, raiser(ZeroDivisionError("x")))
     assert capsys.readouterr().err.startswith("Traceback")
+
+
+# Interrupted
+
+
+@pytest.mark.parametrize(
+    ("trials", "source", "said"),
+    [
+        (7, "measured", "interrupted after 7 trials: the plan is the best so far\n"),
+        (1, "measured", "interrupted after 1 trial: the plan is the best so far\n"),
+        (0, "measured", "interrupted before a trial had ended: the plan is the best so far\n"),
+        (0, "simulated", "interrupted before a trial had ended: the plan is simulated, not measured\n"),
+        (3, "simulated", "interrupted after 3 trials: the plan is simulated, not measured\n"),
+    ],
+)
+@pytest.mark.parametrize("output", [["--quiet"], ["--quiet", "--json"]])
+def test_an_interrupted_plan_is_written_printed_and_said_to_be_one(trials, source, said, output, monkeypatch, capsys):
+    """The best so far is there, in every form of output; what was not measured is not called so; 130."""
+    saved, time_of = [], SimpleNamespace(step_ms=1.0, tokens_per_s=1.0, source=source)
+
+    def plan(progress, **_):
+        for number in range(trials):
+            progress.trial_ended(f"micro-batch {number}", problem="the device ran out of memory")
+        return handmade_plan(interrupted=True, time=time_of, save=saved.append)
+
+    assert 130 == run_with(monkeypatch, plan, *output)
+    out, err = capsys.readouterr()
+    assert (1, True, said) == (len(saved), bool(out), err)
+    assert "--json" not in output or json.loads(out)
+
+
+def test_an_interrupted_plans_report_comes_before_the_line_that_says_so(monkeypatch, capsys):
+    """Without --quiet trials have their lines, then the report is printed."""
+
+    def plan(progress, **_):
+        progress.trial_ended("micro-batch 8", tokens_per_s=10.0)
+        return handmade_plan(interrupted=True)
+
+    assert 130 == run_with(monkeypatch, plan)
+    out, err = capsys.readouterr()
+    assert "accelerate launch" in out
+    assert ["trial 1: ", "interrupt"] == [line[:9] for line in err.splitlines()]
+
+
+def test_what_the_search_could_not_do_is_told_at_the_end(monkeypatch, capsys):
+    """Such as a storage that failed on the way: the plan is made all the same."""
+    search = {"problems": ["trials can't be kept (No space left on device)"]}
+    assert 0 == run_with(monkeypatch, lambda **_: handmade_plan(search=search), "--quiet")
+    assert "trials can't be kept (No space left on device)\n" == capsys.readouterr().err
+
+
+STOPPED = """
+import signal, sys, time, weakref, gc
+import planner
+from planner import cache, cli
+def plan(**_):
+{body}
+planner.plan = plan
+sys.argv = ["plan", "--model", "bert-base-uncased", "--vram", "8GB"]
+cli.main()
+"""
+WAIT = "    print('ready', flush=True); time.sleep(30)"
+GO_ON = """
+    try:
+        print('ready', flush=True); time.sleep(30)
+    except KeyboardInterrupt:
+        print('the best so far is looked for', flush=True); time.sleep(30)
+"""
+HOLD_ON = """
+    for _ in range(9):
+        try:
+            print('ready', flush=True); time.sleep(30)
+        except BaseException: pass
+"""
+IN_A_CALLBACK = """
+    class Block: pass
+    def freed(_):
+        print('ready', flush=True); time.sleep(30)
+    block = Block(); watch = weakref.ref(block, freed)
+    del block
+    cache.remembered('steps', {}, lambda: 'a recording that misses a free')
+    time.sleep(30)
+"""
+
+
+def stopped(body, *signals, ignored=False, folder):
+    """Exit code, standard output and standard error of a command that gets the signals, one for each line it prints."""
+    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
+    environment = os.environ | {"VRAMPLAN_CACHE": str(folder / "cache")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment, "cwd": folder, "text": True}
+    command = [sys.executable, "-c", STOPPED.format(body=body)]
+    process = subprocess.Popen(command, preexec_fn=ignore, **pipes)  # noqa: PLW1509 - no threads here
+    lines = []
+    for number in signals:
+        lines.append(process.stdout.readline())
+        process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    return process.returncode, "".join(lines) + out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_before_there_is_anything_is_one_line(number, tmp_path):
+    """130, one line, nothing written; a polite kill is the same."""
+    assert (130, "ready\n", "interrupted\n") == stopped(WAIT, number, folder=tmp_path)
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once(second, tmp_path):
+    """Whatever is still to be made of what there is."""
+    code, out, err = stopped(GO_ON, signal.SIGINT, second, folder=tmp_path)
+    assert (130, 2, "interrupted\n") == (code, len(out.splitlines()), err)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_third_kills_what_holds_on(tmp_path):
+    """A library that swallows interrupts can't keep the process."""
+    assert -signal.SIGINT == stopped(HOLD_ON, *[signal.SIGINT] * 3, folder=tmp_path)[0]
+
+
+def test_an_interrupt_inside_a_callback_is_not_lost(tmp_path):
+    """Python drops it there. It comes again, and a recording that may miss a free because of it is not kept."""
+    start = time.monotonic()
+    assert (130, "ready\n", "interrupted\n") == stopped(IN_A_CALLBACK, signal.SIGINT, folder=tmp_path)
+    assert 15 >= time.monotonic() - start
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_background_job_leaves_ctrl_c_to_others(tmp_path):
+    """Shells start those with the signal ignored; SIGTERM still ends them."""
+    body = "    print('ready', flush=True); time.sleep(0.5); print('still here', flush=True); time.sleep(30)"
+    code, out, err = stopped(body, signal.SIGINT, signal.SIGTERM, ignored=True, folder=tmp_path)
+    assert (130, "ready\nstill here\n", "interrupted\n") == (code, out, err)
+
+
+# The cache's troubles, and a worker
+
+
+@pytest.mark.parametrize("output", [[], ["--json"], ["--quiet"]])
+def test_what_the_cache_could_not_keep_is_told_once_at_the_end(output, tmp_path, monkeypatch, capsys):
+    """A plan is made all the same; the line names the folder and the reason, and is no part of standard output."""
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("VRAMPLAN_CACHE", "file")
+    monkeypatch.setattr(cache, "_state", cache._State())
+
+    def plan(**_):
+        return [cache.remembered("steps", {"n": n}, str) for n in range(3)] and handmade_plan()
+
+    assert 0 == run_with(monkeypatch, plan, *output)
+    problem = "nothing could be kept in file: that is no folder; VRAMPLAN_CACHE names another folder\n"
+    assert problem == capsys.readouterr().err
+
+
+def test_a_plan_that_fails_tells_of_the_cache_too(tmp_path, monkeypatch, capsys):
+    """After what went wrong with the plan nothing else is lost."""
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("VRAMPLAN_CACHE", "file")
+    monkeypatch.setattr(cache, "_state", cache._State())
+
+    def plan(**_):
+        raise NothingFitsError(str(cache.remembered("steps", {}, lambda: "needs 16GB")), smallest_vram_bytes=2**34)
+
+    assert 3 == run_with(monkeypatch, plan)
+    assert ["nothing could be kept in file", "needs 16GB"] == [
+        line.split(":")[0] for line in capsys.readouterr().err.splitlines()
+    ]
+
+
+def worker_with(monkeypatch, worker, *arguments):
+    """Exit code of ``plan worker`` where ``planner.api.worker`` is the given function."""
+    monkeypatch.setattr("planner.api.worker", worker, raising=False)
+    return cli.run(["worker", "--storage", "trials.log", *arguments])
+
+
+def test_a_worker_gets_its_request_and_says_how_many_trials_it_ran(monkeypatch, capsys):
+    """Storage, device and timeout as they were checked; one line at the end, none when quiet."""
+    got = {}
+    assert 0 == worker_with(monkeypatch, lambda **a: got.update(a) or 3, "--device", "CUDA:1", "--timeout", "60")
+    assert isinstance(got.pop("progress"), NoProgress)
+    assert {"storage": "trials.log", "device": "cuda:1", "timeout": 60.0} == got
+    assert ("ran 3 trials\n", "") == tuple(capsys.readouterr())
+    assert 0 == worker_with(monkeypatch, lambda **_: 0)
+    assert capsys.readouterr().out.startswith("ran 0 trials: no search there has trials left for this device")
+    assert 0 == worker_with(monkeypatch, lambda **_: 1, "--quiet")
+    assert ("", "") == tuple(capsys.readouterr())
+
+
+def test_a_workers_errors_have_the_plans_exit_codes(monkeypatch, capsys):
+    """Bad input is told by its options, a device's failure as it is, an interrupt as interrupted."""
+    problem = Problem(argument="storage", message="got 'trials.log': no search there")
+    for error, code, said in (
+        (InputError([problem]), 2, "--storage: got 'trials.log': no search there\n"),
+        (TrialError("the device is gone"), 4, "the device is gone\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ):
+        assert code == worker_with(monkeypatch, raiser(error))
+        assert ("", said) == tuple(capsys.readouterr())
 
 
 # What is printed

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from peft import prepare_model_for_kbit_training
@@ -32,6 +33,7 @@ from planner.recording.recorder import Recorder
 from planner.recording.source import StepSource
 from planner.recording.stand_ins import Int8Linear, Nf4Linear
 from planner.simulation import Simulator
+from planner.step import build_model
 from planner.workload import Workload
 
 GIB = 2**30
@@ -400,6 +402,48 @@ def test_quantization_replaces_linear_layers_but_heads(quantization: str, kind: 
             assert sizes[f"{name}.weight"] == module.in_features * module.out_features
 
 
+@pytest.mark.parametrize("spec", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize(("quantization", "kind"), [("nf4", "Linear4bit"), ("int8", "Linear8bitLt")])
+def test_a_trial_quantizes_the_layers_that_were_simulated(spec: str, quantization: str, kind: str) -> None:
+    """bitsandbytes' own layers where there is data, of the same weights, quantized before there are adapters."""
+    t5 = tiny("t5-small", d_model=64, d_ff=128, d_kv=32, num_heads=2, num_layers=2, num_decoder_layers=2)
+    workload = {
+        "bert": WORKLOADS[0],
+        "gpt2": WORKLOADS[1],
+        "t5": Workload(spec=t5, task="seq2seq-lm"),
+    }[spec]
+    config = configuration(quantization=quantization, precision="bf16-amp")
+    simulated, real = (build_model(workload, config, device=device) for device in ("meta", "cpu"))
+    expected = [name for name, m in simulated.named_modules() if isinstance(m, (Nf4Linear, Int8Linear))]
+    quantized = {name: m for name, m in real.named_modules() if isinstance(m, getattr(bitsandbytes.nn, kind))}
+    assert expected == list(quantized) != []
+    assert {torch.uint8 if quantization == "nf4" else torch.int8} == {m.weight.dtype for m in quantized.values()}
+    trained = [[name for name, p in model.named_parameters() if p.requires_grad] for model in (simulated, real)]
+    assert trained[0] == trained[1]
+
+
+def test_a_batch_with_data_is_random_and_padded_at_its_end() -> None:
+    """Equal for equal seeds; the last token of the last sequence is padding, and its label no part of the loss."""
+    workload = Workload(spec=BERT, task="token-classification", num_labels=3)
+    batch, again, other = (workload.make_batch(4, 16, device="cpu", seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(batch["input_ids"], other["input_ids"])
+    assert 4 * 16 - 1 == batch["attention_mask"].sum()
+    assert (0, 0, -100) == tuple(int(batch[name][-1, -1]) for name in ("input_ids", "attention_mask", "labels"))
+    assert {0, 1, 2} == set(batch["labels"].flatten()[:-1].tolist())
+    assert 0 <= int(batch["input_ids"].min()) < 400 < int(batch["input_ids"].max()) < 500
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.task)
+def test_a_batch_without_data_has_the_same_tensors(workload: Workload) -> None:
+    """Names in the same order, shapes and types."""
+    described = [
+        [(name, tuple(t.shape), t.dtype) for name, t in workload.make_batch(4, 16, device=device).items()]
+        for device in ("meta", "cpu")
+    ]
+    assert described[0] == described[1]
+
+
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_adapters_on_a_quantized_base_cast_nothing_under_autocast(quantization: str) -> None:
     """peft gives adapters of ordinary layers their input in fp32; those of bitsandbytes' layers take it as it is."""
@@ -507,3 +551,21 @@ def test_k_bit_preparation_can_be_recorded(quantization: str) -> None:
         )
     unquantized = 500 * 64 + 1024 * 64 + 4 * (4 * 64 + 3 * 64 + 64 + 128 + 64) + 2 * 64
     assert held[True] - held[False] == pytest.approx(2 * unquantized, rel=0.02)
+
+
+def test_distilberts_head_is_trained_whole_under_adapters() -> None:
+    """peft saves DistilBERT's pre_classifier whole by the end of its name: it gets no adapter as well, which fails."""
+    workload = Workload(spec=resolve_model("distilbert-base-uncased"), task="sequence-classification")
+    config = TrainingConfig(
+        micro_batch_size=2,
+        seq_len=16,
+        max_tokens_per_micro_batch=32,
+        gradient_accumulation_steps=1,
+        effective_batch_size=2,
+        precision="fp32",
+        method="lora",
+        lora=LoraSettings(),
+    )
+    trained = [name for name, p in build_model(workload, config).named_parameters() if p.requires_grad]
+    head = ["pre_classifier", "pre_classifier", "classifier", "classifier"]
+    assert head == [name.split(".")[2] for name in trained if "lora" not in name]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from planner.config import TrainingConfig
 from planner.memory.allocator import replay_events
-from planner.memory.block_sizes import AllocatorSettings
-from planner.memory.model import BLOCK_BYTES, MemoryModel, StepModel, Variant, agrees, constant_step, fit_step
+from planner.memory.block_sizes import MIN_BLOCK_BYTES, AllocatorSettings
+from planner.memory.model import MemoryModel, StepModel, Variant, agrees, constant_step, fit_step
 from planner.memory.polynomials import N_MONOMIALS, NotPolynomialError, Polynomials
 from planner.models import resolve_model
 from planner.recording.kernels import Target
@@ -139,7 +139,7 @@ def test_sizes_are_rounded_to_blocks_of_512_bytes() -> None:
     """17 tokens of 8 bytes take one block; what the polynomials give is what was requested."""
     model = memory_model()
     assert 136 == model.step((1, 17)).sizes_at((1, 17))[2]
-    assert 0 == model.allocated_bytes((1, 17), accumulate=False) % BLOCK_BYTES
+    assert 0 == model.allocated_bytes((1, 17), accumulate=False) % MIN_BLOCK_BYTES
 
 
 def test_workspaces_have_the_cards_size() -> None:

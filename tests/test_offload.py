@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,27 +12,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_emit import bare_statements
 from test_emitted_training import load_script, small
 from test_levers import BERT, GPT2, configuration, context, tiny
 from torch import Tensor, nn
 
+from planner import levers
 from planner.config import TrainingConfig
+from planner.emit import render_training_files
 from planner.errors import InputError
 from planner.hardware import find_card
 from planner.host_memory import TO_CARD, TO_HOST, copied_bytes, pinned_bytes
 from planner.levers import LEVERS
 from planner.levers.checkpointing import checkpointing_layers
+from planner.levers.host_optimizer import HostAdamW, HostAdamWOfLayers
 from planner.levers.offload import OffloadLever, clash
+from planner.levers.optimizer import make_optimizer
 from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.recording.kernels import Target
 from planner.recording.record import OUTSIDE_LAYERS, Op, Recording
 from planner.recording.recorder import Recorder
 from planner.recording.source import make_source
-from planner.recording.transfers import gradients_to_host, layer_weights
+from planner.recording.transfers import gradients_to_host, keep_layers_on_host, layer_weights
 from planner.request import make_request
 from planner.search import evaluate, search
 from planner.simulation import Simulator, cublas_workspace_bytes
 from planner.space import has_last_resort, make_space
+from planner.step import build_model, run_micro_batch
 from planner.timing import Operators, achievable
 from planner.unfitting import nothing_fits
 from planner.workload import Workload, loss_of
@@ -482,3 +489,83 @@ def test_exit_3_says_how_much_host_memory_would_do() -> None:
     assert "would fit: --method full --offload parameters --host-ram 1GB" in str(
         nothing_fits(asked, sim, space, result)
     )
+
+
+# -- for real, in a trial --------------------------------------------------------------------------------------------
+
+
+def module_text(name: str) -> str:
+    """A lever's source."""
+    return (Path(levers.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ours", "config"),
+    [
+        ("HostAdamW", {"offload": "optimizer"}),
+        ("HostAdamWOfLayers", {"offload": "parameters", "checkpointing": "full"}),
+    ],
+)
+def test_a_trial_steps_in_host_memory_as_the_script_does(ours: str, config: dict[str, Any]) -> None:
+    """Statement for statement: the script brings one of two classes of the same name."""
+    plan = small("sequence-classification", Path("any"), **config)
+    text = render_training_files(plan)["train.py"]
+    renamed = module_text("host_optimizer").replace(f"class {ours}(", "class HostAdamW(", 1)
+    if ours != "HostAdamW":
+        renamed = renamed.replace("class HostAdamW(", "class Other(", 1)
+    assert bare_statements(text, "HostAdamW") == bare_statements(renamed, "HostAdamW")
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters", "activations"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_trial_trains_with_offloads_as_without(offload: str, precision: str) -> None:
+    """Two updates of two micro-batches: the same weights, bit for bit; of bf16 weights the host has fp32 ones."""
+    trained = []
+    for value in ("none", offload):
+        masters = precision == "bf16" and offload != "activations"
+        config = configuration(
+            offload=value, checkpointing="full", precision="bf16-master" if masters and value == "none" else precision
+        )
+        torch.manual_seed(0)
+        model = build_model(CLASSIFIER, config, device="cpu")
+        parameters = list(model.parameters())
+        optimizer = make_optimizer("adamw_fused", parameters, masters=masters and value == "none", offload=value)
+        for seed in (0, 1, 2, 3):
+            batch = partial(CLASSIFIER.make_batch, *SHAPE, device="cpu", seed=seed)
+            run_micro_batch(model, batch, Recorder(TARGET), None, items=8)
+            if seed % 2:
+                if isinstance(optimizer, HostAdamWOfLayers):
+                    optimizer.collect()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        trained.append([p.detach().clone() for p in parameters])
+    untrained = build_model(CLASSIFIER, configuration(precision=precision), device="cpu")
+    for ours, theirs, (name, _) in zip(*trained, untrained.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_host_state_is_saved_and_loaded() -> None:
+    """fp32 weights and both moments."""
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    for kind in (HostAdamW, HostAdamWOfLayers):
+        saved, fresh = kind(weights, lr=0.1), kind(weights, lr=0.1)
+        for p in weights:
+            p.grad = torch.ones_like(p)
+            if isinstance(saved, HostAdamWOfLayers):
+                saved.take_gradient(torch.ones_like(p), p)
+        if isinstance(saved, HostAdamWOfLayers):
+            saved.collect()
+        saved.step()
+        fresh.load_state_dict(saved.state_dict())
+        assert all(map(torch.equal, fresh.on_host, saved.on_host))
+        assert set(fresh.adamw.state_dict()["state"]) == set(saved.adamw.state_dict()["state"])
+
+
+def test_only_layers_weights_go_to_the_host() -> None:
+    """Embeddings, head and buffers move to the card; a layer's weights are copies, and not where they were."""
+    model = LANGUAGE.build_model(attention="eager", dtype=torch.float32, device="cpu")
+    layers = checkpointing_layers(model)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    keep_layers_on_host(model, layers, torch.device("cpu"))
+    moved = {name for name, p in model.named_parameters() if p.data_ptr() != before[name]}
+    assert {name for name in before if name.startswith("transformer.h.")} == moved

@@ -99,7 +99,7 @@ def test_restrictions_take_every_word_of_their_vocabulary(field, words):
     assert words == getattr(ask(**{field: ",".join((*words, words[0]))}), field)
 
 
-@pytest.mark.parametrize("field", ["task", "method", "device"])
+@pytest.mark.parametrize("field", ["task", "method"])
 def test_choices_match_their_types(field):
     """The words that are read are the words of the declared type."""
     schema = PlanRequest.model_json_schema()["properties"][field]
@@ -116,7 +116,7 @@ def test_choices_match_their_types(field):
         ("attention", "spda", "did you mean sdpa?"),
         ("checkpointing", "every-1", "every-2, every-4, ..."),
         ("mode", "infer", "accepted: train"),
-        ("device", "cuda", "accepted: auto, none"),
+        ("device", "gpu", "did you mean cuda?"),
         ("seq_len", "5.0", "a whole number of tokens from 1 to"),
         ("headroom", "500", "write 500GB"),
     ],
@@ -132,7 +132,12 @@ def test_refusal_says_value_accepted_and_near_match(field, value, part):
     ("field", "value"),
     [(name, bad) for name in ("seq_len", "batch_size", "trials", "num_labels") for bad in (0, -1, "x", 1.5, True)]
     + [("seq_len", 10**5000), ("seq_len", "1" * 5000), ("seed", -1), ("seed", 2**32), ("batch_tokens", "1e3")]
-    + [("timeout", bad) for bad in (0, -1, "nan", "inf", "soon", float("nan"), 10**400, True)]
+    + [("storage", bad) for bad in ("", " ", "a\nb", "a\0b", 5)]
+    + [
+        (name, bad)
+        for name in ("timeout", "trial_timeout")
+        for bad in (0, -1, "nan", "inf", "soon", float("nan"), 10**400, True)
+    ]
     + [("model", bad) for bad in ("", "  ", "a\nb", "a\0b", "x" * 2000, 5)]
     + [("precision", bad) for bad in ("", ",", "fp32,,bf16", [], 3, [1], {"fp32": 1})]
     + [("gpu", ""), ("trust_remote_code", "yes"), ("trust_remote_code", 1), ("host_ram", "8"), ("vram", 8.0)],
@@ -203,6 +208,109 @@ def test_request_is_frozen():
 def test_every_field_is_documented():
     """Each field has its docstring, which pydantic shows as the description."""
     assert [] == [name for name, field in PlanRequest.model_fields.items() if not field.description]
+
+
+# Where trials run
+
+
+@pytest.mark.parametrize("word", ["auto", "none", "cpu", "cuda", "cuda:0", "cuda:15"])
+def test_devices(word):
+    """A device is one of four words, or one of several GPUs by its number."""
+    assert word == ask(device=word).device == ask(device=f" {word.upper()} ").device
+
+
+@pytest.mark.parametrize(
+    ("got", "meant"), [("gpu", "cuda"), ("gpu:1", "cuda"), ("cud", "cuda"), ("cuda:x", "cuda"), ("cuda:01", "cuda")]
+)
+def test_a_wrong_device_is_one_line_with_what_is_accepted(got, meant):
+    """The line names every word, an example of a number, and what was probably meant."""
+    message = problems_of(model="m", vram="8GB", device=got)["device"]
+    accepted = "auto, none, cpu, cuda, or one of several GPUs such as cuda:1"
+    assert f"got {got!r}; accepted: {accepted}; did you mean {meant}?" == message
+
+
+@pytest.mark.parametrize(
+    "got", ["cuda:", "cuda:-1", "cuda:1000", "mps", "", "cuda:0,cuda:1", "cuda:\u0661", 0, None, True]
+)
+def test_what_is_no_device(got):
+    """Torch's other devices, lists and other digits are refused; None is left out."""
+    if got is None:
+        assert "auto" == ask(device=got).device
+    else:
+        assert ["device"] == list(problems_of(model="m", vram="8GB", device=got))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "part"),
+    [
+        ({"device": "none", "storage": "a.log"}, "storage", "with device none; accepted with: auto, cpu, cuda"),
+        ({"device": "none", "trial_timeout": 5}, "trial_timeout", "no trial runs: leave it out"),
+        ({"device": "cpu", "gpu": "T4"}, "gpu", "the processor is the card: leave one of them out"),
+        ({"device": "cpu", "offload": "optimizer"}, "offload", "accepted with it: none; everything is in host memory"),
+        ({"device": "cpu", "quantization": "nf4"}, "quantization", "accepted with it: none; this version trains on"),
+        ({"device": "cpu", "precision": "tf32"}, "precision", "accepted with it: fp32, bf16-amp, bf16, bf16-master"),
+        ({"device": "cpu", "precision": "fp16-amp,tf32"}, "precision", "both are for GPUs"),
+        ({"device": "cpu", "attention": "flash2"}, "attention", "accepted with it: eager, sdpa; the flash_attn"),
+        ({"device": "cpu", "optimizer": "adamw_8bit"}, "optimizer", "adamw_fused, adamw_foreach, adafactor, sgd"),
+        ({"device": "cpu", "method": "qlora"}, "method", "accepted with it: auto, full, lora"),
+        ({"device": "cpu", "host_ram": "8GB"}, "host_ram", "vram is the ceiling of host memory"),
+        ({"device": "cpu", "allocator": "expandable_segments:False"}, "allocator", "it is a GPU's"),
+    ],
+)
+def test_contradictions_with_the_device(arguments, argument, part):
+    """What the device can't do is refused, with the reason and what goes with it."""
+    got = problems_of(model="m", vram="8GB", **arguments)
+    assert [argument] == list(got)
+    assert part in got[argument]
+
+
+def test_all_contradictions_with_the_device_at_once():
+    """Each is a problem of its own."""
+    wrong = {"gpu": "T4", "offload": "parameters", "precision": "tf32", "attention": "flash2", "quantization": "int8"}
+    assert set(wrong) == set(problems_of(model="m", vram="8GB", device="cpu", **wrong))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device": "cpu", "precision": "fp32,tf32", "attention": "flash2,sdpa", "offload": "none,optimizer"},
+        {"device": "cpu", "storage": "a.log", "trial_timeout": 60, "trials": 5, "timeout": 60},
+        {"device": "cuda:1", "gpu": "T4", "offload": "optimizer", "quantization": "nf4", "method": "qlora"},
+        {"device": "auto", "storage": "a.log", "trial_timeout": 60},
+        {"device": "none", "trials": 5, "timeout": 60},
+    ],
+)
+def test_what_a_device_can_meet_is_accepted(arguments):
+    """A restriction with something left on the device is no contradiction."""
+    assert set(arguments) <= ask(**arguments).model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("storage", "shown"),
+    [
+        ("trials.log", "trials.log"),
+        ("postgresql://u:s3cret@h:5/d", "postgresql://u:***@h:5/d"),
+        ("postgresql+psycopg://u:s@c:r/et@h/d", "postgresql+psycopg://u:***@h/d"),
+        ("postgresql://h/d?user=u&password=s3cret&x=1", "postgresql://h/d?user=u&password=***&x=1"),
+        ("postgresql://u@h/d", "postgresql://u@h/d"),
+        ("sqlite:///a:b.db", "sqlite:///a:b.db"),
+    ],
+)
+def test_a_storages_password_is_used_and_never_saved(storage, shown):
+    """The library gets the URL as it was given; plan.json and train.py get it without the password."""
+    made = ask(storage=storage)
+    assert storage == made.storage == dict(made)["storage"]
+    assert shown == made.model_dump()["storage"] == made.model_dump(mode="json")["storage"]
+
+
+def test_a_worker_needs_a_storage_and_a_device():
+    """All problems at once, here too; its device can't be none."""
+    with pytest.raises(InputError) as caught:
+        request.make_worker_request(device="none", timeout=0)
+    assert ["storage", "device", "timeout"] == [problem.argument for problem in caught.value.problems]
+    made = request.make_worker_request(storage="a.log", device="CUDA:1", timeout="60")
+    assert ("a.log", "cuda:1", 60.0) == (made.storage, made.device, made.timeout)
+    assert ("auto", None) == (request.make_worker_request(storage="a.log").device, None)
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ import pytest
 
 from planner.hardware import ceiling_bytes, typical_card
 from planner.levers import Context, conflict
+from planner.measured_search import candidates_of
 from planner.models import resolve_model
 from planner.request import make_request
 from planner.search import EXHAUSTIVE_UP_TO, evaluate, search
@@ -121,3 +122,19 @@ def test_a_hopeless_space_is_given_up_early() -> None:
     assert result.best is None
     assert 0 < len(result.trials) < space.size / 4
     assert result.closest(simulator) is not None
+
+
+def test_what_is_left_to_be_measured() -> None:
+    """All that fits and what is a little over, with the simulator's own figures; nothing that is certain not to fit."""
+    space, simulator = make("sentence-transformers/all-MiniLM-L6-v2", "sequence-classification", 256, 1)
+    result, ceiling = search(space, simulator), simulator.ceiling_bytes
+    left = {c.config: c for c in candidates_of(result, simulator, kind="cpu", ceiling_of=lambda _: ceiling)}
+    assert {trial.config for trial in result.fitting} <= set(left)
+    assert len(left) < len(result.trials)
+    for trial in result.fitting:
+        candidate = left[trial.config]
+        assert trial.time.tokens_per_s == candidate.tokens_per_s
+        assert simulator.memory(trial.config).peak_reserved_bytes == candidate.reserved_bytes
+    over = [c for c in left.values() if c.log_room < 0]
+    assert over
+    assert all(candidate.log_room > -0.5 for candidate in left.values())

@@ -16,12 +16,13 @@ WIDTH = 107
 
 def header_lines(plan: Mapping[str, Any]) -> list[str]:
     """Lines of text (no comment signs): the commands, the predicted memory and time, the choice and its reasons."""
+    on_cpu = plan["hardware"].get("kind") == "cpu"
     facts = [
         ("made by", plan_command(plan["request"])),
         ("run by", "accelerate launch --config_file accelerate.yaml train.py --data FILE"),
-        ("or", "python train.py --data FILE"),
-        ("memory", _memory(plan["memory"], plan["hardware"])),
-        ("", _memory_parts(plan["memory"])),
+        ("or", f"{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}python train.py --data FILE"),
+        ("memory", _memory(plan["memory"], plan["hardware"], plan["time"])),
+        ("", _memory_parts(plan["memory"], on_cpu=on_cpu)),
         ("time", _time(plan["time"])),
     ]
     return [line for name, text in facts for line in _entry(name, text)]
@@ -49,15 +50,18 @@ def _option(name: str, value: object) -> Iterator[str]:
         yield shlex.quote(str(value))
 
 
-def _memory(memory: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
+def _memory(memory: Mapping[str, Any], hardware: Mapping[str, Any], time: Mapping[str, Any]) -> str:
     total, ceiling = format_bytes(memory["total_bytes"]), format_bytes(memory["ceiling_bytes"])
-    return f"{total} of {ceiling} on {hardware['name']}, predicted:"
+    how = "measured" if time["source"] == "measured" else "predicted"
+    return f"{total} of {ceiling} on {hardware['name']}, {how}:"
 
 
-def _memory_parts(memory: Mapping[str, Any]) -> str:
+def _memory_parts(memory: Mapping[str, Any], *, on_cpu: bool) -> str:
     reserved, context, margin = (
         format_bytes(memory[key]) for key in ("peak_reserved_bytes", "context_bytes", "margin_bytes")
     )
+    if on_cpu:
+        return f"{reserved} for tensors, {context} for Python and its libraries, {margin} margin"
     return f"{reserved} reserved by PyTorch, {context} CUDA context, {margin} margin"
 
 

@@ -16,6 +16,7 @@ from planner.emit.header import header_lines
 from planner.errors import InputError, Problem
 from planner.levers.offload import ON_HOST, clash
 from planner.levers.precision import WEIGHT_DTYPES, has_masters
+from planner.measure.environment import MMAP_THRESHOLD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,8 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         **_precision(config),
         **_allocator(plan),
         "config": config,
+        "on_cpu": plan["hardware"].get("kind") == "cpu",
+        "mmap_threshold_bytes": MMAP_THRESHOLD_BYTES,
         "header": header_lines(plan),
         "about": _about(plan),
         "description": f"Train {_what(workload)}",

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_TRAINED_WHOLE = {
+    # peft finds the modules that it saves whole by their names' ends, so DistilBERT's pre_classifier is one of them
+    "SEQ_CLS": ["pre_classifier"],
+    "TOKEN_CLS": ["classifier", "score"],
+}
+"""peft's task to modules that are new and get no adapters: peft fails on a module that it is to wrap twice."""
+
+
 class AdaptersLever(Lever):
     """The method: full fine-tuning, LoRA, or LoRA on a quantized base."""
 
@@ -42,7 +50,7 @@ class AdaptersLever(Lever):
             target_modules=config.lora.target_modules,
             task_type=task,
             modules_to_save=["pooler"] if task == "SEQ_CLS" else None,
-            exclude_modules=["classifier", "score"] if task == "TOKEN_CLS" else None,
+            exclude_modules=_TRAINED_WHOLE.get(task or ""),
         )
         base: Any = model
         wrapped: nn.Module = get_peft_model(base, settings)

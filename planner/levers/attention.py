@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.levers.base import Choice, Context, Lever
+from planner.levers.base import Choice, Context, Lever, ruled_out_on_cpu
 
 
 class AttentionLever(Lever):
@@ -22,7 +22,8 @@ class AttentionLever(Lever):
                 value="sdpa", valid=False, reason=f"transformers has no sdpa attention for {context.spec.model_type}"
             )
             eager = Choice(value="eager", reason="the only attention of this model in transformers")
-        return [sdpa, eager, _flash2(context)]
+        flash2_on_cpu = {"flash2": "the flash_attn package has CUDA kernels alone"}
+        return ruled_out_on_cpu([sdpa, eager, _flash2(context)], context, flash2_on_cpu)
 
 
 def _flash2(context: Context) -> Choice:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from planner.config import TrainingConfig
@@ -80,6 +81,17 @@ class Lever:
     def is_last_resort(self, value: str, context: Context) -> bool:
         """Whether a value is only tried unasked when nothing else fits."""
         return any(choice.value == value and choice.last_resort for choice in self.choices(context))
+
+
+def ruled_out_on_cpu(choices: list[Choice], context: Context, reasons: Mapping[str, str]) -> list[Choice]:
+    """The choices; where the processor is the card, those values that have a reason aren't valid for it."""
+    if context.card.kind != "cpu":
+        return choices
+    out = {"valid": False, "swept": False, "last_resort": False}
+    return [
+        replace(choice, reason=reasons[choice.value], **out) if choice.value in reasons else choice  # type: ignore[arg-type]
+        for choice in choices
+    ]
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from planner.config import TrainingConfig
-from planner.levers.base import Choice, Context, Lever
+from planner.levers.base import Choice, Context, Lever, ruled_out_on_cpu
 from planner.levers.checkpointing import checkpointing_layers
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class OffloadLever(Lever):
         weights = "weights are on the card while their layer runs; gradients, state and step are on the host"
         if not context.supports_checkpointing:
             weights = f"transformers has no checkpointing for {context.spec.model_type}, which it needs"
-        return [
+        choices = [
             Choice(value="none", reason="nothing crosses PCIe"),
             Choice(
                 value="optimizer",
@@ -79,6 +79,8 @@ class OffloadLever(Lever):
                 reason="what the forward pass saves waits in host memory: it crosses PCIe twice in every pass",
             ),
         ]
+        already = "everything is in host memory already"
+        return ruled_out_on_cpu(choices, context, dict.fromkeys((*ON_HOST, "activations"), already))
 
     def change_model(self, model: nn.Module, config: TrainingConfig) -> nn.Module:
         """As the emitted script does, with operators that a recording sees."""

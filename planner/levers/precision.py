@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.levers.base import Choice, Context, Lever
+from planner.levers.base import Choice, Context, Lever, ruled_out_on_cpu
 from planner.models import fp16_unsafe
 
 if TYPE_CHECKING:
@@ -44,6 +44,29 @@ class PrecisionLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """By compute capability: torch says bf16 is supported where it is only emulated (T4), so don't ask it."""
+        if context.card.kind == "cpu":
+            return self._on_cpu(context)
+        return self._on_cuda(context)
+
+    def _on_cpu(self, context: Context) -> list[Choice]:
+        """bf16 runs on every CPU; without AMX or AVX512_BF16 its products are many times slower than fp32's."""
+        rates = context.card.dense_flops_per_s
+        speed = (
+            f"; products reach {rates['bf16'] / rates['fp32']:.2g} times fp32's rate here" if "bf16" in rates else ""
+        )
+        only_named = "only when named"
+        choices = [
+            Choice(value="fp32", reason="the reference"),
+            Choice(value="tf32", reason=""),
+            Choice(value="fp16-amp", reason=""),
+            Choice(value="bf16-amp", reason=f"half the bytes of what a step keeps{speed}"),
+            Choice(value="bf16", swept=False, reason=f"weights without an fp32 copy lose small updates: {only_named}"),
+            Choice(value="bf16-master", swept=False, reason=f"bf16 throughout, with fp32 copies: {only_named}"),
+        ]
+        reasons = {"tf32": "tf32 is a format of CUDA's tensor cores", "fp16-amp": "loss scaling is for CUDA devices"}
+        return ruled_out_on_cpu(choices, context, reasons)
+
+    def _on_cuda(self, context: Context) -> list[Choice]:
         major, minor = context.card.compute_capability
         ampere, where = context.card.supports_bf16, f"compute capability {major}.{minor}"
         unsafe = fp16_unsafe(context.spec)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from planner.config import TrainingConfig
 from planner.models import ModelSpec
@@ -28,6 +31,9 @@ NOT_CHECKPOINTED = "not-checkpointed"
 OCCUPIED = "occupied"
 BAD_REQUEST = "bad-request"
 ERROR = "error"
+
+SERVING = "serving"
+"""The phase that a server reports once it can take requests."""
 
 STATUSES: Mapping[str, str] = {
     OK: "measured",
@@ -69,6 +75,8 @@ class TrialSpec:
     """Memory that the process may take on the device, context included; None: all there is."""
     context_bytes: int = 0
     """Of that, what the process takes outside of torch's allocator; taken off the cap."""
+    expected_used_bytes: int | None = None
+    """What others held on the card at the start: much more than that, and it is not measured; None: anything goes."""
     typical_seq_len: int | None = None
     """A length of the data's middle, run as well: time at it, memory after a change of shape; None: not run."""
     seed: int = 0
@@ -160,9 +168,7 @@ class Measurement:
         known = {f.name for f in fields(cls)}
         if not isinstance(values, dict) or values.get("status") not in STATUSES or not set(values) <= known:
             raise ValueError("not a measurement")
-        for name in ("micro_batch_ms", "update_ms", "typical_micro_batch_ms", "without_gradient"):
-            values[name] = tuple(values.get(name, ()))
-        return cls(**values)
+        return _measurements().validate_json(text, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +213,12 @@ class DeviceFacts:
             return cls(compute_capability=(major, minor), notes=tuple(values.pop("notes")), **values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a device's facts: {error}") from error
+
+
+@cache
+def _measurements() -> TypeAdapter[Measurement]:
+    """Reads measurements and checks their types; making it takes 10 ms."""
+    return TypeAdapter(Measurement)
 
 
 def _plain(value: object) -> object:

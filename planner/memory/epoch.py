@@ -18,6 +18,7 @@ import numpy as np
 
 from planner.config import TrainingConfig
 from planner.memory.allocator import CachingAllocator
+from planner.memory.host import HostAllocator, allocator_for
 from planner.memory.model import Int64s, MemoryModel
 from planner.memory.polynomials import Shape
 from planner.memory.program import Builder, accumulating_events, gradient_blocks, loaded, micro_batch_events
@@ -121,7 +122,7 @@ class _Run:
     """A run in progress. Blocks of finished steps are forgotten, but for those that the first one leaves behind."""
 
     model: MemoryModel
-    allocator: CachingAllocator = field(init=False)
+    allocator: CachingAllocator | HostAllocator = field(init=False)
     events: int = 0
     _kept_sizes: Int64s = field(init=False)
     _persistent: int = 0
@@ -129,7 +130,7 @@ class _Run:
     _events: dict[tuple[int, str], Int64s] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.allocator = CachingAllocator(self.model.settings)
+        self.allocator = allocator_for(self.model.settings)
         self._kept_sizes = np.zeros(1, dtype=np.int64)
 
     def optimizer_step(self, shapes: Sequence[Shape]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from planner.memory.allocator import CachingAllocator
-from planner.memory.model import Int64s, MemoryModel, live_by_category
+from planner.memory.host import allocator_for
+from planner.memory.model import Int64s, MemoryModel
 from planner.memory.polynomials import Shape
 from planner.memory.program import Program, build, categories, resumed
 from planner.recording.record import Recording
@@ -67,13 +67,13 @@ def replay_life(model: MemoryModel, shape: Shape, *, accumulate: bool) -> Life:
                 reserved_bytes=max(peak.reserved_bytes, known.reserved_bytes),
             )
             if peak.allocated_bytes > best and top >= 0:
-                best, breakdown = peak.allocated_bytes, live_by_category(program, sizes, kinds, start + top)
+                best, breakdown = peak.allocated_bytes, model.live_by_category(program, sizes, kinds, start + top)
     return Life(phases=phases, breakdown=breakdown)
 
 
 def _replay(model: MemoryModel, program: Program, sizes: Int64s) -> Iterator[tuple[str, int, PhasePeak, int]]:
     """Each phase with its first event, its peak, and the event (counted from there) where most was allocated."""
-    allocator = CachingAllocator(model.settings)
+    allocator = allocator_for(model.settings)
     ends = [start for _, start in program.phases[1:]] + [len(program.events)]
     for (name, start), end in zip(program.phases, ends, strict=True):
         allocator.reset_peaks()

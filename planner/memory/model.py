@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.memory.allocator import AllocatorSettings, replay_events
+from planner.memory.allocator import AllocatorSettings
+from planner.memory.host import HostSettings, allocator_for, block_bytes
 from planner.memory.polynomials import N_MONOMIALS, NotPolynomialError, Polynomials, Shape, fit, shapes_needed
 from planner.memory.program import Program, build, categories
 from planner.recording.record import CATEGORY_NAMES, WORKSPACE, Op, Recording
@@ -18,18 +19,15 @@ from planner.recording.record import CATEGORY_NAMES, WORKSPACE, Op, Recording
 Int64s = NDArray[np.int64]
 Record = Callable[[Shape], Recording]
 
-BLOCK_BYTES = 512
-"""The allocator rounds every request up to this (CUDACachingAllocator.cpp, kMinBlockSize)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """What a replayed run holds at most."""
 
     allocated_bytes: int
-    """``torch.cuda.max_memory_allocated``"""
+    """``torch.cuda.max_memory_allocated``; on a CPU the live tensors, not rounded."""
     reserved_bytes: int
-    """``torch.cuda.max_memory_reserved``"""
+    """``torch.cuda.max_memory_reserved``; on a CPU what the resident set grows by."""
     breakdown: dict[str, int]
     """Allocated bytes by category when the allocated peak is reached."""
     phase: str
@@ -175,7 +173,7 @@ class MemoryModel:
         cublas_workspace_bytes: int,
         exact: Record | None = None,
         evaluation: Record | None = None,
-        settings: AllocatorSettings | None = None,
+        settings: AllocatorSettings | HostSettings | None = None,
     ) -> None:
         self._step = lru_cache(maxsize=4)(step)
         self._evaluation = evaluation
@@ -183,6 +181,7 @@ class MemoryModel:
         self.update = update
         self._workspace_bytes = cublas_workspace_bytes
         self.settings = settings or AllocatorSettings()
+        self.block_bytes = block_bytes(self.settings)
         self._program = lru_cache(maxsize=4)(self._build_program)
         self.peak = lru_cache(maxsize=4096)(self._peak)
 
@@ -226,21 +225,30 @@ class MemoryModel:
 
     def _live_bytes(self, shape: Shape, *, accumulate: bool) -> Int64s:
         events = self.program(shape, accumulate=accumulate).events
-        sizes = -(-self.block_sizes(shape, accumulate=accumulate) // BLOCK_BYTES) * BLOCK_BYTES
+        sizes = _rounded(self.block_sizes(shape, accumulate=accumulate), self.block_bytes)
         live: Int64s = np.cumsum(np.sign(events) * sizes[np.abs(events)])
         return live
 
     def _peak(self, shape: Shape, *, accumulate: bool) -> Peak:
         program = self.program(shape, accumulate=accumulate)
         sizes = self.block_sizes(shape, accumulate=accumulate)
-        replay = replay_events(program.events, sizes, self.settings)
+        allocator = allocator_for(self.settings)
+        allocator.run(program.events, sizes)
         top = int(np.argmax(self._live_bytes(shape, accumulate=accumulate)))
         return Peak(
-            allocated_bytes=replay.peak_allocated_bytes,
-            reserved_bytes=replay.peak_reserved_bytes,
-            breakdown=live_by_category(program, sizes, categories(self.step(shape).template, self.update), top),
+            allocated_bytes=allocator.peak_allocated_bytes,
+            reserved_bytes=allocator.peak_reserved_bytes,
+            breakdown=self.live_by_category(program, sizes, categories(self.step(shape).template, self.update), top),
             phase=[name for name, start in program.marks if start <= top][-1],
         )
+
+    def live_by_category(self, program: Program, sizes: Int64s, kinds: Int64s, top: int) -> dict[str, int]:
+        """Live bytes of each category after event ``top``; ``sizes`` of blocks, ``kinds`` of rows."""
+        events = program.events[: top + 1]
+        blocks = np.abs(events)
+        amounts = np.sign(events) * _rounded(sizes, self.block_bytes)[blocks]
+        live = np.bincount(kinds[program.rows][blocks], weights=amounts, minlength=len(CATEGORY_NAMES))
+        return {name: int(amount) for name, amount in zip(CATEGORY_NAMES, live, strict=True)}
 
     # -- the model the other way round ---------------------------------------------------------------------------
 
@@ -268,14 +276,8 @@ class MemoryModel:
         return self.peak(shape, accumulate=accumulate).reserved_bytes <= budget_bytes
 
 
-def live_by_category(program: Program, sizes: Int64s, kinds: Int64s, top: int) -> dict[str, int]:
-    """Live bytes of each category after event ``top``; ``sizes`` of blocks, ``kinds`` of rows."""
-    events = program.events[: top + 1]
-    rounded = -(-sizes // BLOCK_BYTES) * BLOCK_BYTES
-    blocks = np.abs(events)
-    amounts = np.sign(events) * rounded[blocks]
-    live = np.bincount(kinds[program.rows][blocks], weights=amounts, minlength=len(CATEGORY_NAMES))
-    return {name: int(amount) for name, amount in zip(CATEGORY_NAMES, live, strict=True)}
+def _rounded(sizes: Int64s, nbytes: int) -> Int64s:
+    return -(-sizes // nbytes) * nbytes
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -299,5 +301,4 @@ __all__ = [
     "agrees",
     "constant_step",
     "fit_step",
-    "live_by_category",
 ]

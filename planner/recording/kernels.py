@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from planner.units import round_up
 
@@ -24,10 +29,17 @@ aten = torch.ops.aten
 class Target:
     """What recording must know of the card: the properties that choose kernels."""
 
-    compute_capability: tuple[int, int]
-    """Major and minor."""
+    compute_capability: tuple[int, int] = (0, 0)
+    """Major and minor; of a CUDA device."""
+    kind: str = "cuda"
+    """torch's device type: ``cuda``, or ``cpu``, whose kernels' own buffers the recorder doesn't follow."""
     torch_release: tuple[int, int] | None = None
     """Whose kernels run, where measurements of an older torch are reproduced; None is the installed one."""
+
+    @property
+    def stand_in_device(self) -> str:
+        """The device of tensors without data that stand for the target's: fake tensors can only claim the CPU."""
+        return "meta" if self.kind == "cuda" else self.kind
 
     @property
     def softmax_keeps_input(self) -> bool:
@@ -62,7 +74,7 @@ class Scratch:
 
 def kernel_workspaces(func: Any, args: tuple[Any, ...], target: Target) -> list[Scratch]:
     """The buffers that the operator's CUDA kernel allocates while it runs, all alive together."""
-    rule = _WORKSPACES.get(func)
+    rule = _WORKSPACES.get(func) if target.kind == "cuda" else None
     return list(rule(args, target)) if rule else []
 
 
@@ -171,6 +183,18 @@ _WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Target], Iterator[Scratch]]] =
 
 # -- costs -----------------------------------------------------------------------------------------------------------
 
+
+@register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """The CPU's fused kernel, for which torch has none."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+@register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad_out, query, key, value))
+
+
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "fp16"}
 
@@ -198,6 +222,8 @@ _IS_CAUSAL: dict[Any, int] = {
     aten._scaled_dot_product_efficient_attention.default: 6,
     aten._scaled_dot_product_flash_attention_backward.default: 11,
     aten._scaled_dot_product_efficient_attention_backward.default: 11,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
 """Position of ``is_causal`` in a fused attention operator's arguments (native_functions.yaml)."""
 

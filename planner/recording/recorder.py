@@ -1,4 +1,4 @@
-"""A dispatch mode that writes a Recording while torch code runs, on meta tensors or on real ones."""
+"""A dispatch mode that writes a Recording while torch code runs, on tensors without data or on real ones."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from planner.recording.record import (
 )
 
 aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 # The reference counts of a tensor, and of its storage, that only the autograd engine's input buffer and this
 # Python call hold: see Recorder._accumulates_in_place.
 _SOLE_TENSOR_USES, _SOLE_STORAGE_USES = 4, 2
@@ -45,10 +46,11 @@ class Recorder(TorchDispatchMode):
     device would see them.
     """
 
-    def __init__(self, target: Target, *, device: str = "meta") -> None:
+    def __init__(self, target: Target, *, device: str | None = None) -> None:
+        """``device``: the type of the tensors that are followed; None: what stands for the target's without data."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
-        self._device = device
+        self._device = device or target.stand_in_device
         self._events: list[int] = []
         self._layers: list[int] = []
         self._sizes: list[int] = [0]
@@ -75,13 +77,30 @@ class Recorder(TorchDispatchMode):
         return Recording(
             sizes=self._sizes,
             categories=self._settled_categories(),
-            events=self._events,
+            events=self._events if self.target.kind == "cuda" else self._with_frees_in_order(),
             layers=self._layers,
             phases=self._phases,
             gradients=self._gradients,
             gates=self._gates,
             ops=self._ops,
         )
+
+    def _with_frees_in_order(self) -> list[int]:
+        """The events, with what goes at one moment in the order in which it came.
+
+        Leaving ``torch.autocast`` drops its weight copies in the order of a hash table of addresses
+        (autocast_mode.cpp, clear_cache), which is another one in each process.
+        """
+        borders = {*self._phases.values(), *(op.position for op in self._ops), *(at for at, _ in self._gradients)}
+        events = list(self._events)
+        start = 0
+        for index in range(1, len(events) + 1):
+            ends = index == len(events) or index in borders or self._layers[index] != self._layers[index - 1]
+            if ends or events[index] > 0 or events[start] > 0:
+                if events[start] < 0:
+                    events[start:index] = sorted(events[start:index], reverse=True)
+                start = index
+        return events
 
     def _settled_categories(self) -> list[int]:
         """Tell temporaries of the forward pass from activations: they are gone before the backward pass begins."""
@@ -191,10 +210,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and self._device == "meta":
-            return _scalar_of_unknown(args[0])
+        if func is _DEVICE_OF:  # fake tensors are asked for their device thousands of times in a step
+            return calls.device_of(args[0])
+        if func is aten._local_scalar_dense.default:
+            return func(*args, **kwargs) if calls.has_data(args[0]) else _scalar_of_unknown(args[0])
         if _is_view(func):
-            return func(*args, **kwargs)
+            return calls.run_view(func, args, kwargs)
         if not self._backward:
             # not at the layer's end: what is freed before the next operator goes with the layer that replaced it
             self._layer = self._inside
@@ -202,10 +223,10 @@ class Recorder(TorchDispatchMode):
             self._follow_backward()
             if func is aten.add.Tensor and self._accumulates_in_place(*args, **kwargs):
                 self._note_op(aten.add_.Tensor, op_cost(aten.add_.Tensor, args, args[0]))
-                return args[0] if self._device == "meta" else args[0].add_(args[1])
-        if func in _MATMULS:
+                return args[0].add_(args[1]) if calls.has_data(args[0]) else args[0]
+        if func in _MATMULS and self.target.kind == "cuda":
             self._open_cublas_handle()
-        if self._device == "meta":
+        if self._device == "meta" or calls.fake_mode() is not None:
             out, call = calls.run(func, args, kwargs, self.target)
             scratch, cost = call.scratch, call.cost
         else:
@@ -272,7 +293,7 @@ class Recorder(TorchDispatchMode):
                 self._track_all(item)
 
     def _track(self, tensor: Tensor) -> None:
-        if tensor.device.type != self._device:
+        if calls.device_type(tensor) != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -1,4 +1,4 @@
-"""What a step is recorded from: the model on a card that isn't there, watched while it runs the one step."""
+"""What a step is recorded from: the model on a device that isn't there, watched while it runs the one step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from planner.levers.offload import ON_HOST
 from planner.levers.optimizer import make_optimizer
 from planner.levers.precision import autocast_dtype
 from planner.memory.polynomials import Shape
+from planner.recording import cpu
 from planner.recording.cuda import CudaSemantics
 from planner.recording.kernels import Target
 from planner.recording.loading import load_quantized, warmed_up
@@ -26,7 +27,7 @@ from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS, PARAMETERS, TEMP
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import Stack, repeat_layers
 from planner.recording.transfers import CastsAreNotKept, gradients_to_host, layer_weights
-from planner.step import build_model, run_evaluation_batch, run_micro_batch
+from planner.step import MakeBatch, build_model, run_evaluation_batch, run_micro_batch
 from planner.workload import Workload, device_tensors
 
 
@@ -83,7 +84,21 @@ def make_source(workload: Workload, config: TrainingConfig, target: Target, stac
     """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
     with _model_code(workload, config):
         model = build_model(workload, config, **_shallow(workload, stacks))
+    if target.kind == "cpu":
+        model = cpu.moved(model)
     return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
+
+
+Semantics = CudaSemantics | cpu.CpuSemantics
+"""The mode under which a step runs as the target would run it."""
+
+
+def _semantics(target: Target, config: TrainingConfig) -> Semantics:
+    dtype = autocast_dtype(config.precision)
+    if target.kind == "cpu":
+        return cpu.CpuSemantics(autocast_dtype=dtype)
+    kind = CastsAreNotKept if config.offload == "parameters" else CudaSemantics
+    return kind(target, autocast_dtype=dtype)
 
 
 # transformers' names for the number of layers of a stack: the common one, then encoders' and decoders'.
@@ -125,12 +140,11 @@ def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
 
 
 @contextmanager
-def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, CudaSemantics]]:
-    """The model on the card, and everything that runs within the block written down."""
+def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, Semantics]]:
+    """The model on the device, and everything that runs within the block written down."""
     recorder = source.new_recorder(source.target)
     layers_on_host = source.config.offload == "parameters"
-    kind = CastsAreNotKept if layers_on_host else CudaSemantics
-    semantics = kind(source.target, autocast_dtype=autocast_dtype(source.config.precision))
+    semantics = _semantics(source.target, source.config)
     with ExitStack() as stack:
         for handle in _hooks(source.model, recorder, semantics, layers_on_host=layers_on_host):
             stack.callback(handle.remove)
@@ -156,13 +170,16 @@ def _without_layers(tensors: Iterable[tuple[Tensor, int]], model: nn.Module) -> 
 
 
 def _record(source: StepSource, shape: Shape, run: Callable[..., None]) -> Recording:
+    make_batch: MakeBatch = partial(source.workload.make_batch, *shape)
+    if source.target.kind == "cpu":
+        make_batch = cpu.arriving(make_batch())
     with recording_modes(source) as (recorder, semantics):
         autocasting = semantics.autocasting if autocast_dtype(source.config.precision) else None
-        run(source.model, partial(source.workload.make_batch, *shape), recorder, autocasting)
+        run(source.model, make_batch, recorder, autocasting)
     return recorder.recording()
 
 
-def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics, *, layers_on_host: bool) -> Iterable[Any]:
+def _hooks(model: nn.Module, recorder: Recorder, semantics: Semantics, *, layers_on_host: bool) -> Iterable[Any]:
     trained = (p for p in model.parameters() if p.requires_grad)
     yield from gradients_to_host(trained) if layers_on_host else recorder.watch_gradients(trained)
     yield from recorder.watch_layers(checkpointing_layers(model))
@@ -172,7 +189,7 @@ def _hooks(model: nn.Module, recorder: Recorder, semantics: CudaSemantics, *, la
 
 
 @contextmanager
-def _recomputation(model: nn.Module, recorder: Recorder, semantics: CudaSemantics) -> Iterator[None]:
+def _recomputation(model: nn.Module, recorder: Recorder, semantics: Semantics) -> Iterator[None]:
     """Have torch.utils.checkpoint enter the modes' contexts when it recomputes a layer (its ``context_fn``)."""
 
     @contextmanager
@@ -203,6 +220,11 @@ def record_update(source: StepSource, optimizer_name: str, offload: str, *, mast
 
     An offloaded optimizer makes nothing on the card, and offloaded gradients are clipped on the host.
     """
+    with cpu.fake_tensors() if source.target.kind == "cpu" else nullcontext():
+        return _record_update(source, optimizer_name, offload, masters=masters)
+
+
+def _record_update(source: StepSource, optimizer_name: str, offload: str, *, masters: bool) -> Recording:
     recorder = source.new_recorder(source.target)
     layers = _layers_of_weights(source.model)
     parameters = [p.detach().requires_grad_() for p in source.trainable]

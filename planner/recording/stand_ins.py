@@ -5,10 +5,12 @@ Each allocates what the real one does, in the same order; tests compare them wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 PAGED_FROM = 100_000
@@ -17,6 +19,11 @@ OUTLIER_THRESHOLD = 6.0
 """Activations from which transformers' BitsAndBytesConfig leaves a column out of int8 (llm_int8_threshold)."""
 OUTLIER_COLUMNS = 7
 """Such columns in a layer's input, which only data tell: Dettmers et al. 2022 find up to 7 of a hidden state's."""
+
+
+def without_data(tensors: Iterable[Tensor]) -> bool:
+    """Whether these are tensors that only have a shape: on meta, or fake ones of a device."""
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 class FusedAdamW(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.levers.host_optimizer import to_host
 from planner.recording.cuda import CudaSemantics
 
 _LIBRARY = torch.library.Library("vramplan", "FRAGMENT")
@@ -28,13 +29,17 @@ SMALLEST_ROW = 16
 
 
 def _to_host(content: Tensor) -> Tensor:
-    return _without_memory(content) if content.is_meta else content.clone()
+    if content.is_meta:
+        return _without_memory(content)
+    if content.is_cuda:
+        return torch.empty_like(content, device="cpu", pin_memory=True).copy_(content, non_blocking=True)
+    return content.clone()
 
 
 def _to_card(content: Tensor, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(content.shape, dtype=content.dtype, device=device)
-    return content.to(device, copy=True)
+    return content.to(device, non_blocking=True, copy=True)
 
 
 def _without_memory(content: Tensor) -> Tensor:
@@ -114,6 +119,8 @@ def offload_activations(model: nn.Module) -> None:
     forward, hooks = model.forward, HostActivations(model)
 
     def saving_on_host(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the last pass has given its pinned memory back: it is used again
         with hooks:
             return forward(*args, **kwargs)
 
@@ -137,61 +144,69 @@ def _outside(module: nn.Module, layers: set[int]) -> Iterator[nn.Module]:
             yield from _outside(child, layers)
 
 
+def keep_layers_on_host(model: nn.Module, layers: Sequence[nn.Module], card: torch.device) -> None:
+    """Move what is in no layer alone to the card, and the layers' weights to pinned memory."""
+    leave = {id(p) for weights in layer_weights(model, layers) for p in weights}
+    for p in model.parameters():
+        p.data = to_host(p) if id(p) in leave else p.data.to(card)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(card))
+
+
 def offload_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Have each layer's weights come to the card when it runs, forward and in its recomputation, and go after it.
 
-    What autograd saves of them in the recomputation keeps them until the backward pass has used them.
+    What autograd saves of them in the recomputation keeps them until the backward pass has used them. The card is
+    where the model's other weights are.
     """
+    moved = layer_weights(model, layers)
+    leave = {id(p) for weights in moved for p in weights}
+    card = next(p.device for p in model.parameters() if id(p) not in leave)
     layer: Any
-    for layer, weights in zip(layers, layer_weights(model, layers), strict=True):
+    for layer, weights in zip(layers, moved, strict=True):
         hosts = [_without_memory(p) if p.is_meta else p.data.view(-1) for p in weights]
-        layer._gradient_checkpointing_func = partial(_on_card, weights, hosts, layer._gradient_checkpointing_func)
-        layer.forward = partial(_evaluating, layer, weights, hosts, layer.forward)
+        there = _Fetched(weights, hosts, card)
+        layer._gradient_checkpointing_func = partial(_on_card, there, layer._gradient_checkpointing_func)
+        layer.forward = partial(_evaluating, layer, there, layer.forward)
 
 
-def _evaluating(
-    layer: nn.Module,
-    weights: Sequence[nn.Parameter],
-    hosts: Sequence[Tensor],
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+class _Fetched:
+    """Makes contexts in which a layer's weights are on the card; afterwards they are in host memory again."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], hosts: Sequence[Tensor], card: torch.device) -> None:
+        self._weights, self._hosts, self._card = weights, hosts, card
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        homes = [p.data for p in self._weights]
+        for p, host in zip(self._weights, self._hosts, strict=True):
+            p.data = torch.ops.vramplan.to_card(host, self._card).view(p.shape)
+        try:
+            yield
+        finally:
+            for p, home in zip(self._weights, homes, strict=True):
+                p.data = home
+
+
+def _evaluating(layer: nn.Module, fetched: _Fetched, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' layers call their checkpoint function in training alone (modeling_layers.py)."""
     if layer.training and torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with fetched(weights, hosts):
+    with fetched():
         return forward(*args, **kwargs)
 
 
 def _on_card(
-    weights: Sequence[nn.Parameter],
-    hosts: Sequence[Tensor],
-    checkpoint: Callable[..., Any],
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    fetched: _Fetched, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``torch.utils.checkpoint.checkpoint`` of a layer whose weights are only there while it runs."""
 
     def run(*inputs: Any) -> Any:
-        with fetched(weights, hosts):
+        with fetched():
             return forward(*inputs)
 
     return checkpoint(run, *args, **kwargs)
-
-
-@contextmanager
-def fetched(weights: Sequence[nn.Parameter], hosts: Sequence[Tensor]) -> Iterator[None]:
-    """The weights are on the card; afterwards they are in host memory again."""
-    homes = [p.data for p in weights]
-    for p, host in zip(weights, hosts, strict=True):
-        p.data = torch.ops.vramplan.to_card(host, p.device).view(p.shape)
-    try:
-        yield
-    finally:
-        for p, home in zip(weights, homes, strict=True):
-            p.data = home
 
 
 def gradients_to_host(parameters: Iterator[Tensor]) -> Iterator[Any]:

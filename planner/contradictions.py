@@ -1,0 +1,151 @@
+"""Values of a request that are right one by one and wrong together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from planner import config
+from planner.allocator_settings import DEFAULT_ALLOCATOR
+from planner.errors import Problem
+from planner.units import compact_bytes, shown
+
+if TYPE_CHECKING:
+    from planner.request import PlanRequest
+
+CLASSIFICATION_TASKS = ("sequence-classification", "token-classification")
+SEQ2SEQ_TASKS = ("seq2seq-lm",)
+NOT_ON_CPU: dict[str, tuple[tuple[str, ...], str]] = {
+    "precision": (("tf32", "fp16-amp"), "both are for GPUs"),
+    "offload": (("optimizer", "parameters", "activations"), "everything is in host memory already"),
+    "quantization": (("int8", "nf4"), "this version trains on quantized weights on GPUs only"),
+    "optimizer": (("adamw_8bit", "paged_adamw_8bit"), "8-bit optimizers are run on GPUs only"),
+    "attention": (("flash2",), "the flash_attn package runs on GPUs only"),
+}
+"""Words that a processor can't run, with the reason."""
+
+
+def contradictions(request: PlanRequest) -> list[Problem]:
+    """Every contradiction of a request, under the argument to change."""
+    return [problem for rule in _RULES for problem in rule(request)]
+
+
+def _one_batch(request: PlanRequest) -> Iterator[Problem]:
+    sequences, tokens, seq_len = request.batch_size, request.batch_tokens, request.seq_len
+    if tokens is None:
+        return
+    if sequences is not None:
+        message = f"got {tokens} beside a batch size of {sequences}; accepted: one of the two; leave one out"
+        yield Problem(argument="batch_tokens", message=message)
+    if seq_len is not None and tokens < seq_len:
+        message = f"got {tokens}; accepted: at least one sequence of {seq_len} tokens"
+        yield Problem(argument="batch_tokens", message=message)
+
+
+def _method_and_quantization(request: PlanRequest) -> Iterator[Problem]:
+    allowed, method = request.quantization, request.method
+    needed = {"full": ("none",), "lora": ("none",), "qlora": ("nf4", "int8")}.get(method)
+    if allowed is not None and needed is not None and not set(needed) & set(allowed):
+        remedy = {
+            "full": "quantized weights cannot be trained: choose method qlora or auto",
+            "lora": "adapters on a quantized base are method qlora",
+            "qlora": "adapters on a base that is not quantized are method lora",
+        }[method]
+        got, accepted = shown(",".join(allowed)), ", ".join(needed)
+        message = f"got {got} with method {method}; accepted with it: {accepted}; {remedy}"
+        yield Problem(argument="quantization", message=message)
+
+
+def _flash2_and_precision(request: PlanRequest) -> Iterator[Problem]:
+    attention, precision = request.attention, request.precision
+    if attention == ("flash2",) and precision is not None and set(precision) <= {"fp32", "tf32"}:
+        half = ", ".join(word for word in config.PRECISIONS if word not in ("fp32", "tf32"))
+        message = f"got flash2 with precision {','.join(precision)}; accepted with it: {half}; or choose sdpa"
+        yield Problem(argument="attention", message=message)
+
+
+def _offload_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
+    """An offload that none of the named values goes with; what is not named is left to the search."""
+    from planner.levers.offload import clash
+
+    open_ones = {"optimizer": "adamw_fused", "checkpointing": "full", "precision": "fp32"}
+    words = {name: getattr(request, name) or (word,) for name, word in open_ones.items()}
+    method = "full" if request.method == "auto" else request.method
+    for offload in request.offload or ():
+        tried = [dict(zip(words, values, strict=True)) for values in itertools.product(*words.values())]
+        reasons = [clash(offload, method=method, **values) for values in tried]
+        if all(reasons):
+            yield Problem(argument="offload", message=f"got {offload!r}: {reasons[0]}; leave one of them out")
+
+
+def _task_and_shape(request: PlanRequest) -> Iterator[Problem]:
+    task, default = request.task, type(request).model_fields["num_labels"].default
+    for argument, value, tasks in (
+        ("target_seq_len", request.target_seq_len, SEQ2SEQ_TASKS),
+        ("num_labels", request.num_labels if request.num_labels != default else None, CLASSIFICATION_TASKS),
+    ):
+        if task is not None and value is not None and task not in tasks:
+            message = f"got {value} with task {task}; accepted with: {', '.join(tasks)}; leave it out"
+            yield Problem(argument=argument, message=message)
+
+
+def _headroom_leaves_something(request: PlanRequest) -> Iterator[Problem]:
+    if request.headroom_bytes >= request.vram_bytes:
+        ceiling = compact_bytes(request.vram_bytes)
+        message = f"got {shown(request.headroom)}; accepted: less than the card's {ceiling}; keep less free"
+        yield Problem(argument="headroom", message=message)
+
+
+def _trials_need_a_device(request: PlanRequest) -> Iterator[Problem]:
+    for argument in ("storage", "trial_timeout"):
+        value = getattr(request, argument)
+        if value is not None and request.device == "none":
+            message = (
+                f"got {shown(value)} with device none; accepted with: auto, cpu, cuda; without a device no trial runs"
+            )
+            yield Problem(argument=argument, message=f"{message}: leave it out")
+
+
+def _processor_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
+    """With the processor as the device: what is a GPU's, and restrictions that leave nothing that it can run."""
+    if request.device != "cpu":
+        return
+    for argument, (words, why) in NOT_ON_CPU.items():
+        named = getattr(request, argument)
+        if named is not None and set(named) <= set(words):
+            others = ", ".join(word for word in _VOCABULARIES[argument] if word not in words)
+            message = f"got {','.join(named)} with device cpu; accepted with it: {others}; {why}"
+            yield Problem(argument=argument, message=message)
+    if request.method == "qlora":
+        message = f"got qlora with device cpu; accepted with it: auto, full, lora; {NOT_ON_CPU['quantization'][1]}"
+        yield Problem(argument="method", message=message)
+    for argument, value, why in (
+        ("gpu", request.gpu, "the processor is the card"),
+        ("host_ram", request.host_ram, "vram is the ceiling of host memory"),
+        ("allocator", request.allocator if request.allocator != DEFAULT_ALLOCATOR else None, "it is a GPU's"),
+    ):
+        if value is not None:
+            message = (
+                f"got {shown(value)} with device cpu; accepted with: auto, none, cuda; {why}: leave one of them out"
+            )
+            yield Problem(argument=argument, message=message)
+
+
+_VOCABULARIES = {
+    "precision": config.PRECISIONS,
+    "offload": config.OFFLOADS,
+    "quantization": config.QUANTIZATIONS,
+    "optimizer": config.OPTIMIZERS,
+    "attention": config.ATTENTIONS,
+}
+_RULES: tuple[Callable[[PlanRequest], Iterator[Problem]], ...] = (
+    _one_batch,
+    _method_and_quantization,
+    _flash2_and_precision,
+    _offload_and_the_rest,
+    _task_and_shape,
+    _headroom_leaves_something,
+    _trials_need_a_device,
+    _processor_and_the_rest,
+)

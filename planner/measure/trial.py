@@ -1,0 +1,370 @@
+"""One trial in this process: build, warm up, time, check. What it finds is a Measurement, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.config import TrainingConfig
+from planner.levers.host_optimizer import HostAdamWOfLayers
+from planner.levers.optimizer import make_optimizer
+from planner.levers.precision import autocast_dtype, has_masters
+from planner.measure.backends import Backend, backend_of
+from planner.measure.checks import Evidence
+from planner.measure.protocol import (
+    ERROR,
+    MIN_PASSES,
+    NAN_LOSS,
+    NO_GRADIENT,
+    OCCUPIED,
+    OK,
+    OOM,
+    THRASHING,
+    Measurement,
+    TrialSpec,
+)
+from planner.recording.record import ACTIVATIONS, TEMPORARIES
+from planner.step import build_model, run_micro_batch
+from planner.units import format_bytes
+from planner.workload import Workload, model_class
+
+Tell = Callable[[str], None]
+"""Is told what a trial is at."""
+Batch = tuple[dict[str, Tensor], int]
+"""Tensors in host memory, and what the effective batch's mean loss is over."""
+
+MAX_GRAD_NORM = 1.0
+"""As in the emitted script."""
+MAX_PASSES = 200
+"""Micro-batches that are timed at most: by then the median is known."""
+MAX_WARM_UPS = 12
+"""Updates until two were made: fp16's loss scale starts too high for some models, and halves with each skipped one."""
+JUMP = 3.0
+"""Times the median of its kind that a pass takes when the card's memory has run out."""
+JUMPING_SHARE = 0.05
+"""Of passes that may take so long for other reasons: Python collects garbage, the system runs something else."""
+
+
+class Ended(Exception):  # noqa: N818  # most trials' end is no error of anyone
+    """A trial can't go on: its status and why."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def run_trial(spec: TrialSpec, *, tell: Tell = lambda _: None, started: float | None = None) -> Measurement:
+    """Measure a configuration on a device; ``started`` (time.time()) is when its process began.
+
+    Exceptions of the model's code and of the device are the measurement's status. The process should end afterwards:
+    what the trial made of libraries' and devices' state stays.
+    """
+    started = started or time.time()
+    found: dict[str, Any] = {}
+    backend, status, reason = None, OK, ""
+    try:
+        backend = backend_of(spec.device)
+        trial = _Trial(spec, backend, tell, found, started)
+        trial.run()
+    except Ended as end:
+        status, reason = end.status, str(end)
+    except Exception as error:
+        status, reason = (backend.status_of(error) if backend else ERROR), one_line(error)
+        error.__traceback__ = None  # its frames hold the model
+    if backend is not None:
+        found |= _memory(backend)
+        if found.get("typical_micro_batch_ms") and "steady_step" in backend.peaks:  # of the same shape: run once
+            backend.peaks.setdefault("typical", dict(backend.peaks["steady_step"]))
+        if status == OK:
+            status, reason = _over_the_ceiling(spec, found)
+    found["wall_s"] = time.time() - started
+    return Measurement(status=status, reason=reason, versions=_versions(), **found)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _memory(backend: Backend) -> dict[str, Any]:
+    backend.finish()
+    return {
+        "phases": backend.peaks,
+        "peak_allocated_bytes": backend.peak_allocated_bytes,
+        "peak_reserved_bytes": backend.peak_reserved_bytes,
+        "context_bytes": backend.context_bytes,
+        "process_bytes": backend.process_bytes(),
+    }
+
+
+def _over_the_ceiling(spec: TrialSpec, found: dict[str, Any]) -> tuple[str, str]:
+    """The CPU's memory has no cap that counts exactly what is resident."""
+    if spec.ceiling_bytes is None or spec.device != "cpu" or found["process_bytes"] <= spec.ceiling_bytes:
+        return OK, ""
+    held, ceiling = format_bytes(found["process_bytes"]), format_bytes(spec.ceiling_bytes)
+    return OOM, f"its process held {held}, the ceiling is {ceiling}"
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+class _Trial:
+    """The trial's state, and what was found so far."""
+
+    def __init__(self, spec: TrialSpec, backend: Backend, tell: Tell, found: dict[str, Any], started: float) -> None:
+        self.spec, self.config, self.workload = spec, spec.config, spec.workload
+        self.backend, self._tell, self._found, self._started = backend, tell, found, started
+        self._losses: list[Tensor] = []
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+
+    def run(self) -> None:
+        """All of it. Raises Ended, and whatever the model's code and the device raise."""
+        self._prepare()
+        with self.backend.phase("load"):
+            self._load()
+        self._found["setup_s"] = time.time() - self._started
+        self._warm_up()
+        self._time()
+        self._time_typical()
+
+    # -- before the steps ----------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._tell("libraries")
+        import_libraries(self.workload, self.config)
+        if problem := self.backend.start(self.spec):
+            raise Ended(OCCUPIED, problem)
+        torch.manual_seed(self.spec.seed)
+        if self.config.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # each int8 layer warns of each cast to fp16
+
+    def _load(self) -> None:
+        self._tell("load")
+        self.model = build_model(self.workload, self.config, device=str(self.backend.device))
+        self.backend.adopt(self.model)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not self._trained:
+            raise Ended(NO_GRADIENT, "no parameter is trained")
+        masters = has_masters(self.config.precision, self.config.method)
+        config = self.config
+        self.optimizer = make_optimizer(config.optimizer, self._trained, masters=masters, offload=config.offload)
+        scaling = config.precision == "fp16-amp"
+        self._scaler = torch.amp.GradScaler(self.backend.device.type) if scaling else None
+        self._batch = self._host_batch(config.micro_batch_size, config.seq_len)
+
+    def _host_batch(self, micro_batch_size: int, seq_len: int) -> Batch:
+        batch = self.workload.make_batch(micro_batch_size, seq_len, device="cpu", seed=self.spec.seed)
+        items = int((batch["labels"] != -100).sum()) * self.config.gradient_accumulation_steps
+        return batch, max(1, items)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def _micro_batch(self, watcher: Any, batch: Batch | None = None) -> None:
+        tensors, items = batch or self._batch
+        run_micro_batch(
+            self.model,
+            partial(_arrive, tensors, self.backend.device),
+            watcher,
+            self._autocasting,
+            backward=self._backward,
+            items=items,
+        )
+
+    @property
+    def _autocasting(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        low = autocast_dtype(self.config.precision)
+        if low is None:
+            return None
+        keep = self.config.offload != "parameters"
+        return partial(torch.autocast, self.backend.device.type, dtype=low, cache_enabled=keep)
+
+    def _backward(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise Ended(NO_GRADIENT, "the loss depends on no trained parameter")
+        self._losses.append(loss.detach())
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Where the last backward pass left it."""
+        host = self.optimizer
+        if not isinstance(host, HostAdamWOfLayers):
+            return parameter.grad
+        self.backend.synchronize()
+        index = next(index for index, weight in enumerate(host.weights) if weight is parameter)
+        return host.grads[index] if parameter in host.arrived else None
+
+    def _update(self) -> bool:
+        """Clip, step, gradients to None, as the emitted script; whether the weights were updated."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        clipped = self.optimizer.collect() if isinstance(self.optimizer, HostAdamWOfLayers) else self._trained
+        norm = torch.nn.utils.clip_grad_norm_(clipped, MAX_GRAD_NORM)
+        finite = bool(norm.isfinite())
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        elif finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def _end_step(self) -> bool:
+        """The update, and the loss that must be a number."""
+        updated = self._update()
+        loss = self._found["loss"] = self._losses[-1].item() * self.config.gradient_accumulation_steps
+        self._losses.clear()
+        self._found["steps_executed"] = self._found.get("steps_executed", 0) + updated
+        if not math.isfinite(loss):
+            self._found["loss"] = None  # JSON has no number for it
+            raise Ended(NAN_LOSS, f"the loss was {loss}")
+        return updated
+
+    # -- warm-up and checks --------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        evidence = Evidence(self.model, self._trained, self.config, self.backend.recorder)
+        micro_batches = min(2, self.config.gradient_accumulation_steps)
+        with evidence.watching():
+            for name in ("first_step", "steady_step"):
+                with self.backend.phase(name):
+                    self._warm_step(name, evidence, micro_batches)
+        self._found["allocation_retries"] = 0
+        self._retries = self.backend.allocation_retries
+        self._found["recomputed_layers"] = len(evidence.recomputed)
+        self._found["without_gradient"] = evidence.without_gradient
+        if problem := evidence.problem:
+            raise Ended(*problem)
+
+    def _warm_step(self, name: str, evidence: Evidence, micro_batches: int) -> None:
+        for _ in range(MAX_WARM_UPS):
+            for _ in range(micro_batches):
+                self._tell(name)
+                with self.backend.recording():
+                    evidence.begin(name)
+                    self._micro_batch(evidence)
+                evidence.look_at_gradients(self._gradient_of)
+            with self.backend.recording(update=True):
+                evidence.phase("update", category=TEMPORARIES)
+                updated = self._end_step()
+            if updated:
+                return
+        raise Ended(NAN_LOSS, f"no finite gradients in {MAX_WARM_UPS} steps")
+
+    # -- timing --------------------------------------------------------------------------------------------------
+
+    def _time(self) -> None:
+        self.backend.synchronize()
+        gc.collect()
+        config, passes = self.config, _Passes(self.backend, self.spec.timed_s)
+        updates = _Passes(self.backend, 0.0)
+        with self.backend.phase("steady_step"):
+            while passes.wanted:
+                for _ in range(min(3, config.gradient_accumulation_steps)):  # the first makes gradients, others add
+                    self._tell("timed")
+                    passes.time(partial(self._micro_batch, _Unwatched()))
+                updates.time(self._end_step)
+        self._found |= {"micro_batch_ms": passes.ms, "update_ms": updates.ms}
+        step_ms = config.gradient_accumulation_steps * median(passes.ms) + median(updates.ms)
+        tokens = config.micro_batch_size * config.gradient_accumulation_steps
+        tokens *= self.workload.tokens_per_sequence(config.seq_len)
+        self._found |= {"step_ms": step_ms, "tokens_per_s": 1000 * tokens / step_ms}
+        self._look_for_thrashing(passes.ms, updates.ms)
+
+    def _look_for_thrashing(self, *kinds: Sequence[float]) -> None:
+        retries = self._found["allocation_retries"] = self.backend.allocation_retries - self._retries
+        if retries:
+            raise Ended(THRASHING, f"the allocator freed its cache to ask again {retries} times")
+        if self.backend.jumps and (number := jumping(*kinds)):
+            raise Ended(THRASHING, f"{number} passes took over {JUMP:g} times as long as most")
+
+    def _time_typical(self) -> None:
+        seq_len = self.spec.typical_seq_len
+        if seq_len is None:
+            return
+        rows = max(1, min(self.config.effective_batch_size, self.config.max_tokens_per_micro_batch // seq_len))
+        if (rows, seq_len) == (self.config.micro_batch_size, self.config.seq_len):
+            self._found["typical_micro_batch_ms"] = self._found["micro_batch_ms"]
+            return
+        batch = self._host_batch(rows, seq_len)
+        passes = _Passes(self.backend, self.spec.timed_s / 2)
+        with self.backend.phase("typical"):
+            watcher = Evidence(self.model, (), self.config, self.backend.recorder)
+            with self.backend.recording():  # this pass is also the shape's warm-up
+                watcher.begin("typical")
+                self._micro_batch(watcher, batch)
+            self._end_step()
+            while passes.wanted:
+                self._tell("typical")
+                passes.time(partial(self._micro_batch, _Unwatched(), batch))
+                self._end_step()
+        self._found["typical_micro_batch_ms"] = passes.ms
+        self._look_for_thrashing(passes.ms)
+
+
+def jumping(*kinds: Sequence[float]) -> int:
+    """Passes that took several times their kind's median; 0 if they are no more than something else explains."""
+    jumps = sum(ms > JUMP * median(kind) for kind in kinds for ms in kind)
+    return jumps if jumps > max(1, JUMPING_SHARE * sum(map(len, kinds))) else 0
+
+
+def _arrive(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """On the CPU as well: each of the emitted script's batches is a new one."""
+    return {name: tensor.to(device, copy=True) for name, tensor in batch.items()}
+
+
+class _Unwatched:
+    """A step that is timed tells nobody where it is."""
+
+    def phase(self, name: str, *, category: int = ACTIVATIONS, backward: bool = False) -> None:
+        """Nothing."""
+
+
+class _Passes:
+    """Times of one kind of pass, with the device waited for before and after."""
+
+    def __init__(self, backend: Backend, seconds: float) -> None:
+        self._backend, self._seconds = backend, seconds
+        self._began = time.perf_counter()
+        self.ms: tuple[float, ...] = ()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether one more is to be timed: it would end within the time, or there are too few."""
+        spent = time.perf_counter() - self._began
+        in_time = not self.ms or spent * (len(self.ms) + 1) / len(self.ms) <= self._seconds
+        return len(self.ms) < MIN_PASSES or (in_time and len(self.ms) < MAX_PASSES)
+
+    def time(self, run: Callable[[], object]) -> None:
+        """Run once."""
+        self._backend.synchronize()
+        start = time.perf_counter()
+        run()
+        self._backend.synchronize()
+        self.ms += ((time.perf_counter() - start) * 1000,)
+
+
+def import_libraries(workload: Workload, config: TrainingConfig) -> None:
+    """What the configuration needs; a process's memory before the model is counted with it."""
+    model_class(workload.spec.model_type, workload.architecture)
+    if config.method != "full":
+        import peft  # noqa: F401
+    if config.quantization != "none" or "8bit" in config.optimizer:
+        import bitsandbytes  # noqa: F401
+    if autocast_dtype(config.precision) is not None:
+        import accelerate  # noqa: F401

@@ -1,0 +1,187 @@
+"""A request with its names looked up: the model, the card or the device, the lengths, and what answers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from planner.allocator_settings import parse_allocator
+from planner.errors import InputError, Problem
+from planner.hardware import Card, ceiling_bytes, find_card, typical_card
+from planner.lengths import Lengths, given_lengths, read_counts
+from planner.levers import Context
+from planner.measure.protocol import DeviceFacts
+from planner.measurements import Corrections, MeasurementStore, device_key, workload_key
+from planner.models import ModelSpec, default_seq_len, resolve_model
+from planner.plans import Reason
+from planner.request import PlanRequest
+from planner.simulation import Simulator
+from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, make_space
+from planner.units import format_bytes
+from planner.workload import TRAINABLE_TASKS, Workload
+
+PIECES_TASKS = ("causal-lm", "masked-lm")
+"""Tasks whose script makes several samples of a text that is too long."""
+DEFAULT_TARGET_SEQ_LEN = 128
+"""Target tokens of a sequence-to-sequence task when the request doesn't say: a summary's usual length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A request with its names looked up."""
+
+    request: PlanRequest
+    """What was asked."""
+    card: Card
+    """The target card."""
+    seq_len: int
+    """Longest sequence, in tokens."""
+    simulator: Simulator
+    """Answers for this model on this card."""
+    reasons: list[Reason]
+    """Why the card, the ceiling, the task and the lengths are what they are."""
+    device: DeviceFacts | None = None
+    """Where trials run; None: every step is simulated."""
+
+    @property
+    def store_key(self) -> dict[str, Any]:
+        """What has to be the same for kept measurements to be used: the device, versions, the allocator's settings."""
+        assert self.device is not None
+        settings = {} if self.device.device == "cpu" else {"allocator": self.request.allocator}
+        return device_key(self.device) | settings
+
+    def corrected(self) -> Simulator:
+        """The simulator as measurements that are kept of this device make it; as it is where there is no device."""
+        if self.device is None:
+            return self.simulator
+        key, workload = self.store_key, workload_key(self.simulator.workload)
+        rows, context_bytes = MeasurementStore(key).rows(), self.device.context_bytes
+        corrections = Corrections.of(rows, workload=workload, kind=key["kind"], context_bytes=context_bytes)
+        return self.simulator.corrected(corrections)
+
+    def space(self, method: str) -> Space:
+        """The configurations of one rung of the method ladder that the request leaves open."""
+        request, facts = self.request, self.simulator.facts
+        effective, _ = effective_batch_size(request, self.seq_len)
+        recordings = self.simulator.recordings
+        context = Context(
+            spec=self.simulator.workload.spec,
+            card=self.card,
+            method=method,
+            effective_batch_size=effective,
+            max_micro_batch_size=LARGEST_MICRO_BATCH,
+            layers=facts.layers,
+            supports_sdpa=facts.supports_sdpa,
+            supports_checkpointing=facts.supports_checkpointing,
+            fused_loss_obstacle=recordings.fused_loss_obstacle if _names(request.loss) else "",
+            flash2_obstacle=recordings.flash2_obstacle if _names(request.attention) else "",
+        )
+        return make_space(request, context, self.seq_len)
+
+
+def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Question:
+    """Find model and card; on a device the card is what it is. Raises InputError with all problems at once."""
+    problems: list[Problem] = []
+    spec = _or_problems(
+        problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
+    )
+    found = _or_problems(problems, lambda: _card(request, device))
+    counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
+    if spec is not None:
+        problems += _shape_problems(request, spec)
+    if problems or spec is None or found is None:
+        raise InputError(problems)
+    card, ceiling, reasons = found
+    task = request.task or spec.default_task
+    workload, seq_len, more = _workload(request, spec, task)
+    simulator = Simulator(
+        workload,
+        card,
+        ceiling_bytes=ceiling,
+        seq_len=seq_len,
+        headroom_bytes=request.headroom_bytes,
+        host_ram_bytes=request.host_ram_bytes,
+        risk=request.risk,
+        allocator=parse_allocator(request.allocator),
+        lengths=_lengths(counts, task, seq_len),
+        seed=request.seed,
+        **({} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}),
+    )
+    reasons = [*reasons, *more]
+    return Question(request=request, card=card, seq_len=seq_len, simulator=simulator, reasons=reasons, device=device)
+
+
+def _lengths(counts: list[int] | None, task: str, seq_len: int) -> Lengths | None:
+    return None if counts is None else given_lengths(counts, seq_len=seq_len, pieces=task in PIECES_TASKS)
+
+
+def _or_problems(problems: list[Problem], look_up: Any) -> Any:
+    try:
+        return look_up()
+    except InputError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _card(request: PlanRequest, device: DeviceFacts | None) -> tuple[Card, int, list[Reason]]:
+    """The card, the ceiling on it in bytes, and why both."""
+    if device is not None:
+        from planner.hardware import card_of_device
+
+        card, reason = card_of_device(device, request.vram_bytes), "this machine's"
+        ceiling, why = _ceiling_of_device(request, card, device)
+    else:
+        if request.gpu is None:
+            card, reason = typical_card(request.vram_bytes)
+        else:
+            card, reason = find_card(request.gpu, vram_bytes=request.vram_bytes), "as asked for"
+        ceiling, why = ceiling_bytes(request.vram_bytes, card, named=request.gpu is not None)
+    return (
+        card,
+        ceiling,
+        [
+            Reason(field="gpu", value=card.name, reason=reason),
+            Reason(field="ceiling_bytes", value=ceiling, reason=why),
+        ],
+    )
+
+
+def _ceiling_of_device(request: PlanRequest, card: Card, device: DeviceFacts) -> tuple[int, str]:
+    """What was asked for, but no more than is free: others' memory is not the plan's (BERT on a shared GTX 1080)."""
+    ceiling, why = ceiling_bytes(request.vram_bytes, card)
+    if ceiling <= device.free_bytes:
+        return ceiling, why
+    held, free = format_bytes(device.total_bytes - device.free_bytes), format_bytes(device.free_bytes)
+    return device.free_bytes, f"others hold {held} of {card.name}: {free} are free"
+
+
+def _shape_problems(request: PlanRequest, spec: ModelSpec) -> Iterator[Problem]:
+    task = request.task or spec.default_task
+    if task not in TRAINABLE_TASKS:
+        message = f"got {task!r}; accepted in this version: {', '.join(TRAINABLE_TASKS)}; choose one of these"
+        yield Problem(argument="task", message=message)
+    limit = spec.max_seq_len
+    if limit is not None and request.seq_len is not None and request.seq_len > limit:
+        message = f"got {request.seq_len}; {spec.model_id} has positions for {limit} tokens; ask for {limit} or less"
+        yield Problem(argument="seq_len", message=message)
+
+
+def _workload(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[Workload, int, list[Reason]]:
+    reasons = [
+        Reason(field="task", value=task, reason="as asked for" if request.task else "what the model is used for")
+    ]
+    seq_len, why = (request.seq_len, "as asked for") if request.seq_len else default_seq_len(spec, task)
+    reasons.append(Reason(field="seq_len", value=seq_len, reason=why))
+    target = None
+    if task == "seq2seq-lm":
+        target = request.target_seq_len or min(seq_len, DEFAULT_TARGET_SEQ_LEN)
+        said = "as asked for" if request.target_seq_len else "a summary's usual length; --target-seq-len changes it"
+        reasons.append(Reason(field="target_seq_len", value=target, reason=said))
+    workload = Workload(spec=spec, task=task, num_labels=request.num_labels, target_seq_len=target)
+    return workload, seq_len, reasons
+
+
+def _names(words: tuple[str, ...] | None) -> bool:
+    """Whether a request names a value that has to be tried on the model: only then is it worth the time."""
+    return words is not None and bool({"fused-linear", "flash2"} & set(words))
