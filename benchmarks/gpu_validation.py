@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -119,8 +120,8 @@ CPU_CASES = (
 )
 
 
-def main() -> None:
-    """Measure the table, make the plan, write one CSV, print a summary."""
+def main() -> int:
+    """Measure the table, make the plan, write one CSV, print a summary; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
     parser.add_argument("--vram", help="cap of the plan (default: 8GB; on the CPU 2GB)")
@@ -135,16 +136,27 @@ def main() -> None:
         planned=SMALL if on_cpu else "bert-base-uncased",
         limit_s=options.limit_s,
     )
-    with options.out.open("w", newline="", encoding="utf-8") as file:
+    try:
+        seen = written(rows, options.out)
+    except PlannerError as error:  # no device, or none that can be looked at
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(summary(seen))
+    return 0
+
+
+def written(rows: Iterable[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """The rows, each in the file and on the terminal as soon as it is there."""
+    seen = []
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
-        seen = []
         for row in rows:
             seen.append(row)
             writer.writerow(row)
             file.flush()
             print(line_of(row), flush=True)
-    print(summary(seen))
+    return seen
 
 
 def validate(
@@ -180,11 +192,10 @@ def measured_case(case: Case, facts: DeviceFacts, runner: TrialRunner) -> dict[s
 def configured(case: Case, facts: DeviceFacts) -> tuple[Question, TrainingConfig]:
     """The case as a question and its one configuration, planned for all of the device."""
     micro_batch_size, seq_len = case.shape
-    device = "cpu" if facts.device == "cpu" else facts.device
     request = make_request(
         model=case.model,
         vram=facts.total_bytes // GIB * GIB,
-        device=device,
+        device=facts.device,
         seq_len=seq_len,
         batch_size=micro_batch_size * case.accumulation,
         **{"method": "full", "allocator": "", **case.levers},
@@ -281,4 +292,4 @@ def ordered_pairs(times: Iterable[tuple[float, float]]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

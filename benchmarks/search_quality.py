@@ -4,7 +4,7 @@
 
 On the CPU as a device, for three small models and two ceilings each. For each model the whole grid (attention x
 checkpointing x optimizer x micro-batch) is measured once, one trial a configuration. Then, for each ceiling: a plan
-from an empty store of measurements; ``accelerate.utils.find_executable_batch_size`` with the defaults that somebody would
+from an empty store of measurements; ``accelerate.utils.find_executable_batch_size`` with defaults that somebody would
 start from (fp32, sdpa, nothing computed twice, the whole effective batch); and the three choices (the plan's, the
 grid's fastest that fits, accelerate's) measured again, in turns, ``--repeats`` times: the ratios are of medians.
 """

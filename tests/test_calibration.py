@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from importlib import resources
 
 import pytest
 from hypothesis import given
@@ -103,3 +105,13 @@ def test_a_risk_that_is_no_probability_is_refused(value: object) -> None:
 def test_a_risk_is_read_as_typed() -> None:
     """From the command line it comes as text."""
     assert 0.05 == make_request(model="gpt2", vram="8GB", risk="0.05").risk
+
+
+def test_a_processors_margin_comes_from_trials_on_one() -> None:
+    """Not from cards' residuals: the largest of the trials', whatever the configuration's kind."""
+    text = resources.files("planner.profiles").joinpath("cpu_calibration.json").read_text(encoding="utf-8")
+    largest = max(json.loads(text)["residuals"].values())
+    for checkpointing in ("none", "full"):
+        found = margin(config(checkpointing=checkpointing), 0.01, device="cpu")
+        assert largest == found.fraction
+        assert "trials on a processor, the largest, for want of more" in found.reason

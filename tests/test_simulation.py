@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from planner.config import LoraSettings, TrainingConfig
 from planner.hardware import find_card
 from planner.host_memory import pinned_bytes
+from planner.measurements import Corrections
 from planner.memory.model import MemoryModel, Variant, fit_step
 from planner.models import ModelSpec, published_parameters, resolve_model
 from planner.recording.kernels import Target
 from planner.recording.source import make_source
 from planner.recordings import Recordings
+from planner.residuals import Residual
 from planner.simulation import Simulator, budget_shapes, cublas_workspace_bytes
 from planner.workload import Workload
 
@@ -211,3 +214,27 @@ def test_the_token_budget_holds_for_shorter_sequences(precision: str) -> None:
     ]
     assert max(peaks) >= sim.memory_of_budget(planned).total_bytes >= peaks[0]
     assert sim.memory_of_budget(planned).peak_allocated_bytes >= sim.memory(planned).peak_allocated_bytes
+
+
+def test_measurements_of_a_device_correct_the_simulator() -> None:
+    """One measured structure that took twice the time and a tenth more memory moves its own answers that way, and a
+    context that trials found replaces the catalogue's; the simulator itself stays as it was.
+    """
+    plain, chosen = simulator(), config()
+    noise = 1e-6
+    corrections = Corrections(
+        workload="w",
+        kind="cuda",
+        context_bytes=500 * MIB,
+        times=(Residual(config=chosen, workload="w", log_ratio=math.log(2), variance=noise),),
+        memories=(Residual(config=chosen, workload="w", log_ratio=math.log(1.1)),),
+    )
+    corrected = plain.corrected(corrections)
+    before, after = plain.memory(chosen), corrected.memory(chosen)
+    assert pytest.approx(1.1, rel=0.01) == after.peak_reserved_bytes / before.peak_reserved_bytes
+    assert before.peak_allocated_bytes == after.peak_allocated_bytes
+    assert (500 * MIB, simulator().budget.context_bytes) == (after.context_bytes, before.context_bytes)
+    slow, fast = corrected.time(chosen), plain.time(chosen)
+    assert pytest.approx(2.0, rel=0.01) == slow.step_ms / fast.step_ms == fast.tokens_per_s / slow.tokens_per_s
+    neighbour = config(micro_batch_size=4, max_tokens_per_micro_batch=512, gradient_accumulation_steps=4)
+    assert 1.5 < corrected.time(neighbour).step_ms / plain.time(neighbour).step_ms <= 2.1
