@@ -28,13 +28,13 @@ from planner import plan
 from planner.cache import folder as cache_folder
 from planner.config import TrainingConfig
 from planner.measure.environment import trial_environment
-from planner.measure.protocol import OUT_OF_MEMORY, Measurement
+from planner.measure.protocol import OUT_OF_MEMORY, DeviceFacts, Measurement, TrialSpec
 from planner.measure.runner import TrialRunner
 from planner.models import resolve_model
 from planner.proving import trial_spec
 from planner.question import Question, look_up
 from planner.request import make_request
-from planner.units import MIB, format_bytes
+from planner.units import GIB, MIB, format_bytes
 from planner.whole_run import measured_run
 
 COLUMNS = (
@@ -44,7 +44,7 @@ COLUMNS = (
 )
 SHOWN = ("attention", "checkpointing", "optimizer", "micro_batch_size")
 EFFECTIVE_BATCH_SIZE = 32
-SEQ_LEN = 64
+SEQ_LEN = 32
 SWEEP = {"precision": "fp32", "attention": "sdpa,eager", "optimizer": "adamw_fused,adamw_foreach"}
 """What the request leaves open, besides checkpointing and the micro-batch. No bf16: on a processor without instructions
 for its products a trial takes minutes."""
@@ -54,6 +54,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-4": ("gpt2", {"n_layer": 4, "n_embd": 256, "n_head": 4}),
 }
 """Name to a bundled model and what is changed of it."""
+SOME_PROCESSOR = DeviceFacts(
+    device="cpu",
+    name="a processor",
+    total_bytes=8 * GIB,
+    free_bytes=8 * GIB,
+    context_bytes=400 * MIB,
+    flops_per_s={"fp32": 5e10, "bf16": 5e10},
+    bandwidth_bytes_per_s=1e10,
+    operator_us=10.0,
+)
+"""For what depends on the request alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +140,11 @@ def compare(name: str, model: str, runner: TrialRunner, repeats: int) -> Iterato
 
 def question_of(model: str, runner: TrialRunner, *, vram_bytes: int | None) -> Question:
     """The request as the planner understands it; None: the whole of the machine's memory."""
-    facts = runner.probe("cpu")
+    return question_like(model, runner.probe("cpu"), vram_bytes=vram_bytes)
+
+
+def question_like(model: str, facts: DeviceFacts = SOME_PROCESSOR, *, vram_bytes: int | None = None) -> Question:
+    """The same on a processor with these facts."""
     vram = vram_bytes or facts.total_bytes // MIB * MIB
     asked = {"seq_len": SEQ_LEN, "batch_size": EFFECTIVE_BATCH_SIZE, "method": "full", **SWEEP}
     return look_up(make_request(model=model, vram=vram, device="cpu", **asked), facts)
@@ -139,10 +154,15 @@ def measured_grid(name: str, question: Question, runner: TrialRunner) -> Iterato
     """Every configuration, without a cap."""
     configs = list(question.space("full").configurations())
     for number, config in enumerate(configs, start=1):
-        measured = runner.run(replace(trial_spec(question, config), ceiling_bytes=None))
+        measured = runner.run(uncapped(question, config))
         speed = f"{measured.tokens_per_s:,.0f} tokens/s" if measured.tokens_per_s else measured.reason
         print(f"{name} {number}/{len(configs)} {described(config)}: {measured.status} {speed}", flush=True)
         yield Tried(config=config, measured=measured)
+
+
+def uncapped(question: Question, config: TrainingConfig) -> TrialSpec:
+    """The trial at the longest length alone, with all of the machine's memory."""
+    return replace(trial_spec(question, config), ceiling_bytes=None, typical_seq_len=None)
 
 
 def ceilings(question: Question, grid: Sequence[Tried]) -> tuple[int, int]:
@@ -217,7 +237,7 @@ def repeated(
     for turn in range(repeats):
         order = list(speeds) if turn % 2 == 0 else list(speeds)[::-1]
         for config in order:
-            measured = runner.run(replace(trial_spec(question, config), ceiling_bytes=None))
+            measured = runner.run(uncapped(question, config))
             assert measured.tokens_per_s, measured
             speeds[config].append(measured.tokens_per_s)
     return {name: median(speeds[config]) for name, config in configs.items()}

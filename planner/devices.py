@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 
 from planner import cache
-from planner.errors import InputError, Problem
+from planner.errors import InputError, Problem, TrialError
 from planner.hardware import find_card
 from planner.measure.protocol import DeviceFacts
 from planner.plans import Reason
@@ -40,7 +40,12 @@ def find_device(request: PlanRequest, probe: Probe) -> tuple[DeviceFacts | None,
             return None, Reason(field="device", value="none", reason="no CUDA device here: every step is simulated")
         message = f"got {shown(request.device)}, and no CUDA driver is here; accepted here: cpu, none, auto"
         raise InputError([Problem(argument="device", message=message)])
-    facts = probe("cuda" if request.device == "auto" else request.device)
+    try:
+        facts = probe("cuda" if request.device == "auto" else request.device)
+    except TrialError as error:
+        if request.device != "auto":
+            raise
+        return None, Reason(field="device", value="none", reason=f"every step is simulated: {error}")
     other = _about_another_card(request, facts)
     if not other:
         said = "the CUDA device that is here" if request.device == "auto" else "as asked for"

@@ -27,15 +27,16 @@ from planner.whole_run import later_bytes, lengths_of, measured_run
 
 def trial_spec(question: Question, config: TrainingConfig) -> TrialSpec:
     """What a trial of this configuration runs, capped so that a whole run stays under the ceiling."""
-    assert question.device is not None
-    simulator = question.simulator
+    simulator, device = question.simulator, question.device
+    assert device is not None
     lengths, _ = lengths_of(simulator, config)
     return TrialSpec(
         workload=simulator.workload,
         config=config,
-        device=question.device.device,
+        device=device.device,
         ceiling_bytes=cap_bytes(question, config),
-        context_bytes=question.device.context_bytes,
+        context_bytes=device.context_bytes,
+        expected_used_bytes=device.total_bytes - device.free_bytes,
         # lengths of multiples of 16, as most batches are once padded
         typical_seq_len=min(config.seq_len, round_up(median_low(lengths.tokens), 16)),
         seed=question.request.seed,
@@ -79,16 +80,7 @@ def prove(
     kind = str(key["kind"])
     candidates = candidates_of(simulated, simulator, kind=kind, ceiling_of=simulator.budget.process_bytes)
     target = Target(workload=workload_key(simulator.workload), kind=kind)
-    decides = {"vram_bytes": request.vram_bytes, "headroom_bytes": request.headroom_bytes, "seed": request.seed}
     with trial_runner(request, device.device) as runner:
-        study = SharedStudy(
-            request.storage,
-            name=study_name(space, target, key, {**decides, "allocator": request.allocator, "risk": request.risk}),
-            space=space.values,
-            about=about,
-            limit_s=runner.limits.timeout_s,
-            seed=request.seed,
-        )
         result = measured_search(
             space,
             simulated,
@@ -96,7 +88,7 @@ def prove(
             target,
             measure=lambda config: runner.run(trial_spec(question, config)),
             store=MeasurementStore(key),
-            study=study,
+            study=_study(question, space, target, about, limit_s=runner.limits.timeout_s),
             exact_ceiling=lambda config: cap_bytes(question, config),
             worker=worker,
             progress=progress,
@@ -106,6 +98,18 @@ def prove(
         return replace(simulated, interrupted=True, stopped=result.stopped, run=result.run, problems=result.problems)
     result.trials = [_with_run(trial, question) for trial in result.trials]
     return result
+
+
+def _study(
+    question: Question, space: Space, target: Target, about: dict[str, Any] | None, *, limit_s: float
+) -> SharedStudy:
+    """The study of everything that decides the outcome; what is free on a host, and what a process holds, don't."""
+    request = question.request
+    decides = {"vram_bytes": request.vram_bytes, "headroom_bytes": request.headroom_bytes, "seed": request.seed}
+    name = study_name(
+        space, target, question.store_key, {**decides, "allocator": request.allocator, "risk": request.risk}
+    )
+    return SharedStudy(request.storage, name=name, space=space.values, about=about, limit_s=limit_s, seed=request.seed)
 
 
 def _with_run(trial: Trial, question: Question) -> Trial:

@@ -22,9 +22,9 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from planner.errors import TrialError
+from planner.errors import InputError, Problem, TrialError
 from planner.measure.protocol import ABOUT_THE_CONFIGURATION, OUT_OF_MEMORY, Measurement
-from planner.storages import open_storage
+from planner.storages import journal_path, open_storage
 from planner.workers import is_alive, this_worker
 
 if TYPE_CHECKING:
@@ -328,6 +328,10 @@ def _outcome(measurement: Measurement, over_bytes: float) -> tuple[TrialState, f
 def known_studies(storage: str) -> list[tuple[str, dict[str, Any]]]:
     """Name and ``about`` of each study in a storage, oldest first. Raises InputError as ``open_storage`` does."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    path = journal_path(storage)
+    if path is not None and not path.exists():
+        message = f"got {storage!r}, which is not there; accepted: the storage of a search; start that first"
+        raise InputError([Problem(argument="storage", message=message)])
     opened = open_storage(storage, "")
     summaries: Iterable[Any] = optuna.get_all_study_summaries(storage=opened, include_best_trial=False)
     return [(s.study_name, dict(s.user_attrs["about"])) for s in summaries if "about" in s.user_attrs]

@@ -13,6 +13,7 @@ import pytest
 from planner import InputError, Plan, plan
 from planner.api import worker
 from planner.devices import find_device
+from planner.errors import TrialError
 from planner.measure.protocol import OK, DeviceFacts, Measurement
 from planner.proving import cap_bytes, trial_spec
 from planner.question import look_up
@@ -219,3 +220,17 @@ def test_auto_simulates_a_card_that_is_not_the_one_here(monkeypatch: pytest.Monk
     assert find_device(request(vram="48GB"), lambda _: CARD)[0] is None
     with pytest.raises(InputError, match="device: got 'cuda': the request is about RTX 3070"):
         find_device(request(gpu="RTX 3070", device="cuda"), lambda _: CARD)
+
+
+def test_a_driver_without_a_usable_card_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto simulates and says why (a container has the driver's library and no card); cuda, asked for, fails."""
+    monkeypatch.setattr("planner.devices.has_cuda_driver", lambda: True)
+
+    def broken(device: str) -> DeviceFacts:
+        raise TrialError(f"device {device} could not be probed: no CUDA GPUs are available")
+
+    facts, reason = find_device(request(), broken)
+    assert facts is None
+    assert "every step is simulated: device cuda could not be probed: no CUDA GPUs are available" == reason.reason
+    with pytest.raises(TrialError):
+        find_device(request(device="cuda"), broken)

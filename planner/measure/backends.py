@@ -277,7 +277,7 @@ class CudaBackend(Backend):
 
     def start(self, spec: TrialSpec) -> str:
         """What the card holds before this process has its context is others'."""
-        before = _free_bytes(self.device)
+        before = free_bytes(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_device(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)  # makes the context
@@ -351,7 +351,7 @@ class CudaBackend(Backend):
 
 
 @contextmanager
-def _nvml(device: torch.device) -> Iterator[Any]:
+def nvml(device: torch.device) -> Iterator[Any]:
     """The module and the card's handle; None for both where NVML isn't there."""
     try:
         import pynvml  # type: ignore[import-not-found,unused-ignore]
@@ -367,15 +367,15 @@ def _nvml(device: torch.device) -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """What the driver says that nobody holds, asked without making a context; None where NVML isn't there."""
-    with _nvml(device) as (nvml, handle):
-        return None if nvml is None else int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+    with nvml(device) as (module, handle):
+        return None if module is None else int(module.nvmlDeviceGetMemoryInfo(handle).free)
 
 
 def _process_bytes(device: torch.device) -> int | None:
-    with _nvml(device) as (nvml, handle):
-        if nvml is None:
+    with nvml(device) as (module, handle):
+        if module is None:
             return None
-        own = [p for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        own = [p for p in module.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
         return int(own[0].usedGpuMemory) if own and own[0].usedGpuMemory else None

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from planner.config import TrainingConfig
 from planner.levers.optimizer import make_optimizer
-from planner.measure.backends import _free_bytes as free_bytes
-from planner.measure.backends import _nvml as nvml
-from planner.measure.backends import generic_step
+from planner.measure.backends import free_bytes, generic_step, nvml
 from planner.measure.protocol import DeviceFacts
 from planner.models import resolve_model
 from planner.recording.record import ACTIVATIONS
