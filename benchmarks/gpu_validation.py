@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from planner import PlannerError, plan
+from planner.allocator_settings import DEFAULT_ALLOCATOR
 from planner.budget import Memory
 from planner.config import TrainingConfig
 from planner.measure.environment import trial_environment
@@ -164,7 +165,7 @@ def validate(
 ) -> Iterator[dict[str, Any]]:
     """A row for each case, then those of the plan; cases that the limit leaves no time for say so."""
     ends = time.monotonic() + limit_s
-    with TrialRunner(environment=trial_environment(device, "")) as runner:
+    with TrialRunner(environment=trial_environment(device, DEFAULT_ALLOCATOR)) as runner:
         facts = runner.probe(device)
         for number, case in enumerate(cases, start=1):
             name = f"case-{number:02}"
@@ -198,7 +199,7 @@ def configured(case: Case, facts: DeviceFacts) -> tuple[Question, TrainingConfig
         device=facts.device,
         seq_len=seq_len,
         batch_size=micro_batch_size * case.accumulation,
-        **{"method": "full", "allocator": "", **case.levers},
+        **{"method": "full", **case.levers},
     )
     question = look_up(request, facts)
     space = question.space(request.method)

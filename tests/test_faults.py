@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -27,6 +29,16 @@ from planner.measure.runner import TrialRunner
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the server forks on Linux alone")
 ALONE = ("kill -9", "segmentation fault", "exit code 3", "hang", "bad JSON", "half a line", "grandchild left behind")
+
+
+@pytest.fixture(autouse=True)
+def _one_killer_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernel counts its out-of-memory kills for the whole machine: other tests' trials aren't killed meanwhile."""
+    if not any(word in request.node.name for word in ("kill", "memory", "SIG")):
+        yield
+        return
+    with FileLock(Path(tempfile.gettempdir()) / "vramplan-tests-killing.lock"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,8 @@ def test_the_parent_stays_flat_over_fifty_trials() -> None:
     first, last = held.resident_bytes[:10], held.resident_bytes[-10:]
     assert max(last) - min(first) < 1 << 20
     assert 1 == len(set(held.descriptors))
-    assert ({1}, {0}) == (set(held.children), set(held.files))
+    assert 1 == len(set(held.children))  # other tests' server may be one of them
+    assert {0} == set(held.files)
 
 
 def test_close_leaves_nothing_and_may_come_twice() -> None:
