@@ -24,3 +24,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["VRAMPLAN_CACHE"]
     else:
         os.environ["VRAMPLAN_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_problems_of_the_cache() -> None:
+    """A process tells each problem of its cache once, at its end; a test is not told those of the tests before it."""
+    from planner import cache
+
+    cache._state.problems.clear()
+    cache._state.closed = False

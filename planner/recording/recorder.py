@@ -213,7 +213,10 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE_OF:  # fake tensors are asked for their device thousands of times in a step
             return calls.device_of(args[0])
         if func is aten._local_scalar_dense.default:
-            return func(*args, **kwargs) if calls.has_data(args[0]) else _scalar_of_unknown(args[0])
+            # on meta also of a tensor that has data: a host's, made of a size (Longformer's chunks), whose model also
+            # asks meta tensors what only data tell
+            known = self._device != "meta" and calls.has_data(args[0])
+            return func(*args, **kwargs) if known else _scalar_of_unknown(args[0])
         if _is_view(func):
             return calls.run_view(func, args, kwargs)
         if not self._backward:
