@@ -40,8 +40,8 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     (
         "task",
         "TASK",
-        "sequence-classification, token-classification, masked-lm, causal-lm or seq2seq-lm.  "
-        "[default: from the model's architecture]",
+        "sequence-classification, multi-label-classification, regression, token-classification, masked-lm, causal-lm, "
+        "seq2seq-lm, embedding or reranking.  [default: from the model's architecture]",
     ),
     ("mode", "MODE", "train.  [default: train]"),
     (
@@ -61,6 +61,16 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("target_seq_len", "TOKENS", "Longest target sequence of a sequence-to-sequence task."),
     ("num_labels", "N", "Labels of a classification task.  [default: 2]"),
     ("lengths", "FILE", "Lengths of the data's texts: one token count a line.  [default: assumed, see the plan]"),
+    ("data", "PATH", "Plan for this data: jsonl, csv, parquet, txt, a datasets folder or a hub dataset."),
+    ("text_column", "NAME", "Column of the texts; NAME,NAME for pairs.  [default: the usual names]"),
+    ("label_column", "NAME", "Column of the labels.  [default: the usual names]"),
+    (
+        "long_texts",
+        "HOW",
+        "Texts longer than the sequence: truncate; segment them between sentences; pack texts into full sequences.  "
+        "[default: as the task usually has it]",
+    ),
+    ("overlap", "SHARE", "Share of a segment that the next one repeats, such as 0.1.  [default: 0]"),
     ("batch_size", "N", "Effective batch: sequences for each optimizer step."),
     ("batch_tokens", "TOKENS", "Effective batch in tokens; instead of --batch-size."),
     ("precision", "WORDS", "Restrict to some of fp32, tf32, fp16-amp, bf16-amp, bf16, bf16-master."),
@@ -74,6 +84,8 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("attention", "WORDS", "Restrict to some of eager, sdpa, flash2."),
     ("loss", "WORDS", "Restrict to some of standard, fused-linear.  [default: standard]"),
+    ("gpus", "N", "Cards of this kind that train together.  [default: 1]"),
+    ("parallelism", "WORDS", "Restrict several cards to some of ddp, fsdp2."),
     ("headroom", "SIZE", "Memory to keep free for other uses of the card, such as 500MB.  [default: 0]"),
     ("risk", "P", "Probability, at most, that a run needs more than planned.  [default: 0.01]"),
     ("host_ram", "SIZE", "Host memory that offloading may fill.  [default: what this machine has]"),

@@ -21,7 +21,12 @@ Task = Literal[
     "masked-lm",
     "causal-lm",
     "seq2seq-lm",
+    "multi-label-classification",
+    "regression",
+    "embedding",
+    "reranking",
 ]
+Parallelism = Literal["none", "ddp", "fsdp2"]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
@@ -31,6 +36,7 @@ OFFLOADS: tuple[str, ...] = get_args(Offload)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 METHODS: tuple[str, ...] = get_args(Method)
 TASKS: tuple[str, ...] = get_args(Task)
+PARALLELISMS: tuple[str, ...] = get_args(Parallelism)
 
 
 class _Frozen(BaseModel):
@@ -81,3 +87,7 @@ class TrainingConfig(_Frozen):
     """Which parameters are trained."""
     lora: LoraSettings | None = None
     """Adapter settings; only with method lora or qlora."""
+    gpus: int = Field(default=1, ge=1)
+    """Cards, each with a process of its own; micro-batch and accumulation are each card's."""
+    parallelism: Parallelism = "none"
+    """What the cards share: ddp, nothing but gradients' sums; fsdp2, weights, gradients and state in shards."""

@@ -20,6 +20,7 @@ from planner.units import LARGEST_VRAM_BYTES, parse_bytes, shown
 
 MODES = ("train",)
 METHODS = ("auto", *config.METHODS)
+LONG_TEXTS = ("truncate", "segment", "pack")
 DEVICES = ("auto", "none", "cpu", "cuda")
 """Words for the device; ``cuda:1`` names one of several."""
 LARGEST_COUNT = 10_000_000
@@ -127,6 +128,17 @@ def _risk(value: object) -> float:
     return risk
 
 
+def _overlap(value: object) -> float:
+    accepted = "a share from 0 to 0.5, such as 0.1 for a tenth of a segment"
+    try:
+        share = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        share = math.nan
+    if not 0 <= share <= 0.5:
+        raise _refusal(value, accepted)
+    return share
+
+
 def _device(value: object) -> str:
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in DEVICES and not re.fullmatch(r"cuda:(0|[1-9][0-9]{0,2})", word):
@@ -170,6 +182,7 @@ def _flag(value: object) -> bool:
 _MODEL = "a model's hub id such as bert-base-uncased, a folder or a config.json"
 _GPU = "a card's name such as RTX 4060 or A100 80GB"
 _STORAGE = "a journal's file such as trials.log, or a database's URL such as postgresql+psycopg://user@host/db"
+_DATA = "a jsonl, csv, parquet or txt file, a folder that datasets saved, or a hub dataset's id"
 _CHECKPOINTING = _some_of(("none", "full"), r"every-([2-9]|[1-9][0-9]{1,2})", "every-2, every-4, ...")
 _DYNAMIC_INT8 = "dynamic int8 quantization runs on the CPU only and can't train"
 _NO_TRAINING = dict.fromkeys(("int8-dynamic", "dynamic-int8"), _DYNAMIC_INT8)
@@ -203,6 +216,17 @@ class PlanRequest(BaseModel):
     """Labels of a classification task."""
     lengths: Annotated[str, _text("a file with one token count a line")] | None = None
     """File with the length of each text of the data, in tokens and in the data's order, one a line; None: assumed."""
+    data: Annotated[str, _text(_DATA)] | None = None
+    """The training data: its token lengths are planned for; None: lengths are assumed."""
+    text_column: Annotated[str, _text("a column's name, or two or three with commas between them")] | None = None
+    """Column of the data's texts; for pairs of texts two of them; None: the usual names."""
+    label_column: Annotated[str, _text("a column's name")] | None = None
+    """Column of the data's labels; None: the usual names."""
+    long_texts: Annotated[Literal["truncate", "segment", "pack"], _one_of(LONG_TEXTS)] | None = None
+    """What becomes of texts longer than ``seq_len``: truncate; segment: several samples, cut between sentences; pack:
+    texts are joined and cut into full windows; None: what the task usually has."""
+    overlap: Annotated[float, BeforeValidator(_overlap)] = 0.0
+    """Share of a segment that the next one repeats."""
     batch_size: Annotated[int, _whole(1, unit="sequences")] | None = None
     """Effective batch: sequences for each optimizer step."""
     batch_tokens: Annotated[int, _whole(1, unit="tokens")] | None = None
@@ -221,6 +245,10 @@ class PlanRequest(BaseModel):
     """Attention implementations to choose from; None: all that need no further package."""
     loss: Annotated[Words, _some_of(config.LOSSES)] | None = None
     """Losses to choose from: standard, or fused-linear, which never has all logits in memory; None: standard."""
+    gpus: Annotated[int, _whole(1, 4096, unit="GPUs")] = 1
+    """Cards of this kind that train together."""
+    parallelism: Annotated[Words, _some_of(tuple(w for w in config.PARALLELISMS if w != "none"))] | None = None
+    """How several cards may share the work: ddp, fsdp2; None: both."""
     headroom: Annotated[str | int, _size(0)] = 0
     """Memory to keep free for other uses of the card, as a size such as 500MB or in bytes."""
     risk: Annotated[float, BeforeValidator(_risk)] = DEFAULT_RISK
