@@ -43,6 +43,12 @@ class _TaskWords:
     """What the loss is averaged over."""
     logits_unit: str
     """What one number of the logits belongs to."""
+    data_needs: str = "A row is a text."
+    """What a row of the data holds."""
+    text_columns: tuple[str, ...] = ("text", "sentence", "content", "document")
+    """Usual names of the texts' column."""
+    label_columns: tuple[str, ...] = ()
+    """Usual names of the labels' column; empty where texts are their own labels."""
 
 
 _PIECES = "longer texts become several samples"
@@ -59,6 +65,8 @@ _TASKS = {
         unusable_rows="unreadable, without text or without label",
         items_are="sequences",
         logits_unit="per sequence and label",
+        data_needs="A row is a text and its label.",
+        label_columns=("label", "labels", "target", "ner_tags"),
     ),
     "token-classification": _TaskWords(
         auto_class="AutoModelForTokenClassification",
@@ -71,6 +79,9 @@ _TASKS = {
         unusable_rows="unreadable or without a label for each word",
         items_are="labelled words",
         logits_unit="per token and label",
+        data_needs="A row is a list of words and the list of their labels.",
+        text_columns=("tokens", "words", "text", "sentence"),
+        label_columns=("ner_tags", "labels", "tags", "label"),
     ),
     "masked-lm": _TaskWords(
         auto_class="AutoModelForMaskedLM",
@@ -104,6 +115,8 @@ _TASKS = {
         unusable_rows="unreadable, without text or without target",
         items_are="target tokens",
         logits_unit="per target token and vocabulary entry",
+        data_needs="A row is a text and its target text.",
+        label_columns=("target", "summary", "label", "labels"),
     ),
 }
 EMITTED_TASKS = tuple(_TASKS)
@@ -128,11 +141,7 @@ def render_training_files(plan: Mapping[str, Any]) -> dict[str, str]:
     """
     context = _context(plan)
     templates = _environment()
-    names = {
-        "train.py": f"{plan['workload']['task']}.py.j2",
-        "accelerate.yaml": "accelerate.yaml.j2",
-    }
-    return {file: templates.get_template(name).render(context) for file, name in names.items()}
+    return {file: templates.get_template(f"{file}.j2").render(context) for file in ("train.py", "accelerate.yaml")}
 
 
 @cache
@@ -156,6 +165,9 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     trust = bool(request.get("trust_remote_code"))
     return {
         **vars(words),
+        "task": workload["task"],
+        "names": bool(words.label_columns) and workload["task"] != "seq2seq-lm",
+        "collate_options": ", start_token_id" if workload["task"] == "seq2seq-lm" else "",
         **_precision(config),
         **_allocator(plan),
         "config": config,
