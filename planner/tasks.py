@@ -36,6 +36,10 @@ class TaskFacts:
     long_texts: tuple[LongTexts, ...]
     """What may be done with a text that is longer than the window, the default first: cut it, make several samples of
     it, or join texts and cut the stream into full windows."""
+    usual_text_columns: tuple[tuple[str, ...], ...]
+    """Names that the columns of a sample's texts usually have; the first that the data has are taken."""
+    usual_label_columns: tuple[str, ...] = ()
+    """Names that the column of its label usually has; empty where it has none."""
     num_labels: int | None = None
     """Outputs of the head, where the task says so; None: as asked for."""
 
@@ -55,6 +59,21 @@ class TaskFacts:
         return 1 if self.joined else self.text_columns[0]
 
 
+_ONE = tuple((name,) for name in ("text", "sentence", "content", "document"))
+_PAIRS = (
+    ("anchor", "positive", "negative"),
+    ("query", "positive", "negative"),
+    ("anchor", "positive"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("question", "answer"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("text1", "text2"),
+)
+_LABELLED = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "answer"), ("text1", "text2"))
+_TWO = tuple(names for names in _PAIRS if len(names) == 2)
+_LABEL = ("label", "labels", "target", "score")
 _CLASSIFIER = {
     "mapping": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "auto_class": "AutoModelForSequenceClassification",
@@ -68,6 +87,8 @@ _ALL = (
         labels="class",
         text_columns=(1, 2),
         long_texts=("truncate", "segment"),
+        usual_text_columns=(*_ONE, *_LABELLED),
+        usual_label_columns=_LABEL,
     ),
     TaskFacts(
         name="multi-label-classification",
@@ -76,6 +97,8 @@ _ALL = (
         labels="classes",
         text_columns=(1, 2),
         long_texts=("truncate", "segment"),
+        usual_text_columns=(*_ONE, *_LABELLED),
+        usual_label_columns=_LABEL,
     ),
     TaskFacts(
         name="regression",
@@ -85,6 +108,8 @@ _ALL = (
         text_columns=(1, 2),
         long_texts=("truncate", "segment"),
         num_labels=1,
+        usual_text_columns=(*_ONE, *_LABELLED),
+        usual_label_columns=_LABEL,
     ),
     TaskFacts(
         name="token-classification",
@@ -95,6 +120,8 @@ _ALL = (
         labels="word-classes",
         text_columns=(1, 1),
         long_texts=("segment", "truncate"),
+        usual_text_columns=(("tokens",), ("words",), ("text",), ("sentence",)),
+        usual_label_columns=("ner_tags", "labels", "tags", "label"),
     ),
     TaskFacts(
         name="masked-lm",
@@ -105,6 +132,7 @@ _ALL = (
         labels="none",
         text_columns=(1, 1),
         long_texts=("segment", "truncate"),
+        usual_text_columns=_ONE,
     ),
     TaskFacts(
         name="causal-lm",
@@ -115,6 +143,7 @@ _ALL = (
         labels="none",
         text_columns=(1, 2),  # a text, or a prompt and what follows it
         long_texts=("segment", "pack", "truncate"),
+        usual_text_columns=(("prompt", "completion"), ("instruction", "output"), *_ONE),
     ),
     TaskFacts(
         name="seq2seq-lm",
@@ -125,6 +154,8 @@ _ALL = (
         labels="tokens",
         text_columns=(1, 1),
         long_texts=("truncate",),
+        usual_text_columns=_ONE,
+        usual_label_columns=("target", "summary", "label", "labels"),
     ),
     TaskFacts(
         name="embedding",
@@ -136,6 +167,7 @@ _ALL = (
         text_columns=(2, 3),  # a text and one like it; or also one unlike it
         joined=False,
         long_texts=("truncate",),
+        usual_text_columns=_PAIRS,
     ),
     TaskFacts(
         name="reranking",
@@ -145,6 +177,8 @@ _ALL = (
         text_columns=(2, 2),  # a query and a document
         long_texts=("truncate",),
         num_labels=1,
+        usual_text_columns=_TWO,
+        usual_label_columns=("label", "labels", "relevance", "score"),
     ),
 )
 TASK_FACTS: dict[str, TaskFacts] = {facts.name: facts for facts in _ALL}

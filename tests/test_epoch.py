@@ -79,7 +79,7 @@ def script_shapes(script: ModuleType, lengths: Sequence[int], seed: int, *, targ
     options: list[Any] = [_Tokenizer(), 0] if targets else [_Tokenizer()]
     count = -(-len(samples) // 8)
     return [
-        [tuple(script.collate(part, *options)[0]["input_ids"].shape) for part in script.micro_batches(batch)]
+        [tuple(script.collate(part, *options)[0]["input_ids"].shape) for part in script.deal(batch, 128, 0, 1)]
         for _, batch in script.optimizer_steps(samples, seed, 0, count)
     ]
 

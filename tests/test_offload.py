@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emitted import load_script, small
 from test_emit import bare_statements
-from test_emitted_training import load_script, small
 from test_levers import BERT, GPT2, configuration, context, tiny
 from torch import Tensor, nn
 

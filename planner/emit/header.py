@@ -50,6 +50,11 @@ def _option(name: str, value: object) -> Iterator[str]:
         yield shlex.quote(str(value))
 
 
+def memory_line(plan: Mapping[str, Any]) -> str:
+    """What the plan expects a run to hold, in one line."""
+    return f"{_memory(plan['memory'], plan['hardware'], plan['time']).rstrip(':')} by the plan"
+
+
 def _memory(memory: Mapping[str, Any], hardware: Mapping[str, Any], time: Mapping[str, Any]) -> str:
     total, ceiling = format_bytes(memory["total_bytes"]), format_bytes(memory["ceiling_bytes"])
     how = "measured" if time["source"] == "measured" else "predicted"

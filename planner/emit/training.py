@@ -2,129 +2,48 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
-from planner.emit.header import header_lines
+from planner.emit.header import header_lines, memory_line
+from planner.emit.tasks import TASK_WORDS, TaskWords, learning_rate
 from planner.errors import InputError, Problem
 from planner.levers.offload import ON_HOST, clash
 from planner.levers.precision import WEIGHT_DTYPES, has_masters
 from planner.measure.environment import MMAP_THRESHOLD_BYTES
+from planner.tasks import TASK_FACTS
 
-
-@dataclass(frozen=True, kw_only=True)
-class _TaskWords:
-    """What the template says and calls for one task."""
-
-    auto_class: str
-    """The class of transformers that loads the model with the task's head."""
-    peft_task: str
-    """``task_type`` of ``peft.LoraConfig``; empty where peft has none for the task."""
-    new_modules: tuple[str, ...] = ()
-    """Patterns of the modules that have no weights in a pretrained checkpoint: they cannot be quantized."""
-    learning_rate: float
-    """Usual highest learning rate of full fine-tuning with AdamW."""
-    epochs: int
-    """Default passes over the data."""
-    overlong: str
-    """What happens to a text of more than ``seq_len`` tokens."""
-    samples_are: str
-    """What one sample of the training set is."""
-    unusable_rows: str
-    """Why a row of the data is left out."""
-    items_are: str
-    """What the loss is averaged over."""
-    logits_unit: str
-    """What one number of the logits belongs to."""
-    data_needs: str = "A row is a text."
-    """What a row of the data holds."""
-    text_columns: tuple[str, ...] = ("text", "sentence", "content", "document")
-    """Usual names of the texts' column."""
-    label_columns: tuple[str, ...] = ()
-    """Usual names of the labels' column; empty where texts are their own labels."""
-
-
-_PIECES = "longer texts become several samples"
-_CUT = "longer texts are cut"
-_TASKS = {
-    "sequence-classification": _TaskWords(
-        auto_class="AutoModelForSequenceClassification",
-        peft_task="SEQ_CLS",
-        new_modules=("classifier", "score", ".*pooler"),
-        learning_rate=3e-5,
-        epochs=3,
-        overlong=_CUT,
-        samples_are="texts",
-        unusable_rows="unreadable, without text or without label",
-        items_are="sequences",
-        logits_unit="per sequence and label",
-        data_needs="A row is a text and its label.",
-        label_columns=("label", "labels", "target", "ner_tags"),
-    ),
-    "token-classification": _TaskWords(
-        auto_class="AutoModelForTokenClassification",
-        peft_task="TOKEN_CLS",
-        new_modules=("classifier", "score"),
-        learning_rate=3e-5,
-        epochs=3,
-        overlong=_CUT,
-        samples_are="sentences",
-        unusable_rows="unreadable or without a label for each word",
-        items_are="labelled words",
-        logits_unit="per token and label",
-        data_needs="A row is a list of words and the list of their labels.",
-        text_columns=("tokens", "words", "text", "sentence"),
-        label_columns=("ner_tags", "labels", "tags", "label"),
-    ),
-    "masked-lm": _TaskWords(
-        auto_class="AutoModelForMaskedLM",
-        peft_task="",
-        learning_rate=5e-5,
-        epochs=1,
-        overlong=_PIECES,
-        samples_are="pieces of text",
-        unusable_rows="unreadable or without text",
-        items_are="guessed tokens",
-        logits_unit="per token and vocabulary entry",
-    ),
-    "causal-lm": _TaskWords(
-        auto_class="AutoModelForCausalLM",
-        peft_task="CAUSAL_LM",
-        learning_rate=2e-5,
-        epochs=1,
-        overlong=_PIECES,
-        samples_are="pieces of text",
-        unusable_rows="unreadable or without text",
-        items_are="predicted tokens",
-        logits_unit="per token and vocabulary entry",
-    ),
-    "seq2seq-lm": _TaskWords(
-        auto_class="AutoModelForSeq2SeqLM",
-        peft_task="SEQ_2_SEQ_LM",
-        learning_rate=1e-4,
-        epochs=3,
-        overlong=_CUT,
-        samples_are="pairs of texts",
-        unusable_rows="unreadable, without text or without target",
-        items_are="target tokens",
-        logits_unit="per target token and vocabulary entry",
-        data_needs="A row is a text and its target text.",
-        label_columns=("target", "summary", "label", "labels"),
-    ),
-}
-EMITTED_TASKS = tuple(_TASKS)
+EMITTED_TASKS = tuple(TASK_WORDS)
 """Tasks that a training script can be written for."""
 
-_LEARNING_RATES = {"adafactor": 1e-3, "sgd": 1e-2}
-"""Where the optimizer decides and not the task: Adafactor's is relative to the weights, SGD's to the gradients."""
-_ADAPTER_LEARNING_RATE = 2e-4
+_LOSSES = {
+    "cross-entropy": "cross_entropy",
+    "binary-cross-entropy": "binary_cross_entropy",
+    "squared-error": "squared_error",
+    "contrastive": "contrastive_loss",
+}
+"""Kind of loss to the function of planner/parts/losses.py."""
+_MEASURES = {
+    "sequence-classification": "({0}.argmax(-1) == {1}).sum()",
+    "token-classification": "({0}.argmax(-1) == {1}).sum()",
+    "multi-label-classification": "(({0} > 0) == ({1} > 0.5)).sum()",
+    "reranking": "(({0} > 0) == ({1} > 0.5)).sum()",
+    "regression": "({0} - {1}).abs().sum()",
+}
+"""Task to what is summed for its metric, of logits and labels."""
+_OVERLONG = {
+    "truncate": "longer texts are cut",
+    "segment": "longer texts become several samples",
+    "pack": "texts are joined and cut into full samples",
+}
 _AMP = {"fp16-amp": "fp16", "bf16-amp": "bf16"}
 _TORCH_DTYPE = {"fp16": "float16", "bf16": "bfloat16"}
 _ATTENTION = {
@@ -155,19 +74,43 @@ def _environment() -> Environment:
         autoescape=False,
     )
     environment.filters["literal"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.globals["source"] = _source
     return environment
+
+
+def _source(module: str, *names: str) -> str:
+    """Functions of ``planner.parts`` as they stand there: what is planned is what is done."""
+    part = importlib.import_module(f"planner.parts.{module}")
+    return "\n\n\n".join(inspect.getsource(getattr(part, name)).strip() for name in names)
 
 
 def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     workload, config, request = plan["workload"], plan["config"], plan["request"]
     _check(workload["task"], config)
-    words = _TASKS[workload["task"]]
+    task, facts, words = workload["task"], TASK_FACTS[workload["task"]], TASK_WORDS[workload["task"]]
+    long_texts = workload.get("long_texts") or facts.long_texts[0]
     trust = bool(request.get("trust_remote_code"))
     return {
         **vars(words),
-        "task": workload["task"],
-        "names": bool(words.label_columns) and workload["task"] != "seq2seq-lm",
-        "collate_options": ", start_token_id" if workload["task"] == "seq2seq-lm" else "",
+        "task": task,
+        "auto_class": facts.auto_class,
+        "peft_task": facts.peft_task,
+        "labels": facts.labels,
+        "names": facts.has_classes,
+        "embeds": facts.loss == "contrastive",
+        "loss_name": _LOSSES[facts.loss],
+        "text_columns": facts.usual_text_columns,
+        "label_columns": facts.usual_label_columns,
+        "given_columns": {name: request.get(name) for name in ("text_column", "label_column")},
+        "segments": long_texts == "segment",
+        "packs": long_texts == "pack",
+        "weighted": long_texts == "segment" and words.reader == "classification",
+        "overlap": workload.get("overlap") or 0.0,
+        "overlong": _OVERLONG[long_texts],
+        "multiple": 8 if config["precision"] not in ("fp32", "tf32") else 1,
+        "measure": partial(str.format, _MEASURES.get(task, "")),
+        "memory_text": memory_line(plan),
+        "collate_options": ", start_token_id" if task == "seq2seq-lm" else "",
         **_precision(config),
         **_allocator(plan),
         "config": config,
@@ -179,7 +122,7 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "model": workload["model"].removesuffix("/config.json"),
         "target_seq_len": _target_seq_len(workload, config),
         "seed": request.get("seed") or 0,
-        "learning_rate": f"{_learning_rate(words, config):.0e}".replace("e-0", "e-"),
+        "learning_rate": f"{learning_rate(task, config):.0e}".replace("e-0", "e-"),
         "every_n": _every_n(config["checkpointing"]),
         "offload": config["offload"] in ON_HOST,
         "layers_on_host": config["offload"] == "parameters",
@@ -188,7 +131,7 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "qlora": config["method"] == "qlora",
         "unquantized": list(words.new_modules),
         "int8": config["quantization"] == "int8",
-        **_loss(words, config),
+        **_fused_loss(words, config),
         **_masters(config),
         "attention_name": "flash_attention_2" if config["attention"] == "flash2" else config["attention"],
         "attention_comment": _ATTENTION[config["attention"]],
@@ -197,10 +140,11 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(task: str, config: Mapping[str, Any]) -> None:
-    if task not in _TASKS:
-        message = f"got {task!r}; accepted for a training script: {', '.join(_TASKS)}"
+    if task not in TASK_FACTS:
+        message = f"got {task!r}; accepted for a training script: {', '.join(TASK_FACTS)}"
         raise InputError([Problem(argument="task", message=message)])
-    if config.get("loss") == "fused-linear" and task.endswith("classification"):
+    facts = TASK_FACTS[task]
+    if config.get("loss") == "fused-linear" and (facts.new_head or facts.loss == "contrastive"):
         message = f"got 'fused-linear' with task {task}; accepted with it: standard"
         raise InputError([Problem(argument="loss", message=message)])
     others = {name: config[name] for name in ("optimizer", "checkpointing", "method", "precision")}
@@ -244,7 +188,7 @@ def _weight_comment(method: str, weights: str) -> str:
     return f"{size} a frozen weight{' not quantized' if method == 'qlora' else ''}"
 
 
-def _loss(words: _TaskWords, config: Mapping[str, Any]) -> dict[str, Any]:
+def _fused_loss(words: TaskWords, config: Mapping[str, Any]) -> dict[str, Any]:
     """The loss that multiplies by the output layer's weight itself, and the type that it does so in."""
     amp, precision = _AMP.get(config["precision"], ""), config["precision"]
     half = f'torch.{_TORCH_DTYPE[amp]} if amp == "{amp}" else torch.float32' if amp else ""
@@ -282,7 +226,8 @@ def _allocator(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "allocator": options.text,
         "expandable": options.expandable_segments,
-        "limit_bytes": memory["ceiling_bytes"] - memory["context_bytes"] if collects else 0,
+        "limit_bytes": memory["ceiling_bytes"] - memory["context_bytes"],
+        "collects": collects,
     }
 
 
@@ -291,11 +236,6 @@ def _target_seq_len(workload: Mapping[str, Any], config: Mapping[str, Any]) -> i
     if workload["task"] != "seq2seq-lm":
         return 0
     return int(workload.get("target_seq_len") or config["seq_len"])
-
-
-def _learning_rate(words: _TaskWords, config: Mapping[str, Any]) -> float:
-    usual = words.learning_rate if config["method"] == "full" else _ADAPTER_LEARNING_RATE
-    return _LEARNING_RATES.get(config["optimizer"], usual)
 
 
 def _every_n(checkpointing: str) -> int:

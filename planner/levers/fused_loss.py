@@ -7,7 +7,8 @@ neither a kernel nor that release, and has the same number of parts at every sha
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 from planner.levers.base import output_layer
 from planner.recording.kernels import Target
 from planner.recording.recorder import Recorder
-from planner.workload import loss_of
+from planner.tasks import LossKind
+from planner.workload import loss_function
+
+if TYPE_CHECKING:
+    from planner.workload import LossOfLogits
 
 PARTS = 8
 """Parts of the tokens: each makes an eighth of the logits. Half precision pads lengths to multiples of 8."""
@@ -65,7 +70,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return of_hidden, None, of_weight, of_bias, None
 
 
-def fused_loss(hidden: Tensor, labels: Tensor, head: nn.Module, items: int, dtype: torch.dtype) -> Tensor:
+def fused_loss(hidden: Tensor, labels: Tensor, items: float, *, head: nn.Module, dtype: torch.dtype) -> Tensor:
     """The emitted script's ``mean_loss`` with this loss: over the effective batch's items."""
     apply: Any = LinearCrossEntropy.apply
     hidden = hidden.view(-1, hidden.size(-1))
@@ -81,13 +86,16 @@ def skip_output_layer(model: nn.Module, dtype: torch.dtype) -> None:
     head.product_dtype = dtype  # type: ignore[assignment]
 
 
-def loss_of_outputs(model: nn.Module, logits: Tensor, labels: Tensor, items: int) -> Tensor:
-    """The emitted script's ``mean_loss`` of what a model returned as its logits, whichever loss the model is for."""
+def loss_of_outputs(model: nn.Module, kind: LossKind) -> LossOfLogits:
+    """The emitted script's loss of what a model returns as its logits, whichever loss the model is for.
+
+    To be called with the logits as nobody's variable: it frees those in a lower precision.
+    """
     head = output_layer(model)
     dtype: Any = getattr(head, "product_dtype", None)
     if head is None or dtype is None:
-        return loss_of(logits, labels, items)
-    return fused_loss(logits, labels, head, items, dtype)
+        return loss_function(kind)
+    return partial(fused_loss, head=head, dtype=dtype)
 
 
 def obstacle(model: nn.Module, inputs: dict[str, Tensor]) -> str:

@@ -8,8 +8,6 @@ that are too small.
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +20,8 @@ from planner.memory.host import HostAllocator, allocator_for
 from planner.memory.model import Int64s, MemoryModel
 from planner.memory.polynomials import Shape
 from planner.memory.program import Builder, accumulating_events, gradient_blocks, loaded, micro_batch_events
+from planner.parts import batching
 from planner.recording.record import Recording
-from planner.units import round_up
 
 PATIENCE = 24
 """Optimizer steps without a new peak of reserved memory after which a replay ends."""
@@ -55,34 +53,15 @@ def epoch_steps(
     """The shapes of each optimizer step's micro-batches, as the emitted script makes them in its first epoch.
 
     ``lengths`` in tokens, in the data's order. With ``full_targets`` every sample has a target of the greatest
-    length, and so counts as much against the token budget as the longest text. The functions of the emitted train.py
-    with these names: optimizer_steps, micro_batches, padded.
+    length, and so counts as much against the token budget as the longest text. Of several cards, the first one's.
     """
-    size, n = config.effective_batch_size, len(lengths)
-    half = config.precision not in ("fp32", "tf32")  # tensor cores like multiples of 8
-    widths = [min(round_up(tokens, 8), config.seq_len) if half else tokens for tokens in lengths]
-    counted = [config.seq_len] * n if full_targets else widths
-    order = random.Random(seed).sample(range(n), n)
-    order = [order[i % n] for i in range(math.ceil(n / size) * size)]
-    steps = [order[start : start + size] for start in range(0, len(order), size)]
-    longest = max(steps, key=lambda step: max(counted[i] for i in step))
-    steps.insert(0, steps.pop(steps.index(longest)))
-    for step in steps:
-        samples = [(counted[i], widths[i]) for i in sorted(step, key=lambda i: -counted[i])]
-        yield micro_batch_shapes(samples, config.max_tokens_per_micro_batch)
-
-
-def micro_batch_shapes(samples: Iterable[tuple[int, int]], max_tokens: int) -> list[Shape]:
-    """``(counted tokens, width)`` of samples, most counted first, in parts that stay within the budget when padded."""
-    parts: list[Shape] = []
-    most = 0
-    for counted, width in samples:
-        if parts and most * (parts[-1][0] + 1) <= max_tokens:
-            parts[-1] = (parts[-1][0] + 1, max(parts[-1][1], width))
-        else:
-            parts.append((1, width))
-            most = counted
-    return parts
+    multiple = 1 if config.precision in ("fp32", "tf32") else 8
+    widths = [batching.padded(tokens, config.seq_len, multiple) for tokens in lengths]
+    counted = [config.seq_len] * len(widths) if full_targets else widths
+    for step in batching.epoch_steps(counted, config.effective_batch_size, seed, 0):
+        rows = [counted[i] for i in step]
+        dealt = batching.micro_batches(rows, config.max_tokens_per_micro_batch, config.gpus)
+        yield [(len(mine), max(widths[step[i]] for i in mine)) for mine, *_ in dealt]
 
 
 def replay_epoch(
