@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from planner.api import Estimate, estimate, plan
     from planner.config import LoraSettings, TrainingConfig
     from planner.errors import InputError, NothingFitsError, PlannerError, RecordingError, TrialError
+    from planner.exporting import export
     from planner.plans import Plan
     from planner.request import PlanRequest
     from planner.snapshots import save_snapshot
@@ -27,6 +28,7 @@ _HOMES = {
     "TrainingConfig": "config",
     "LoraSettings": "config",
     "save_snapshot": "snapshots",
+    "export": "exporting",
     "PlannerError": "errors",
     "InputError": "errors",
     "NothingFitsError": "errors",
@@ -46,6 +48,7 @@ __all__ = [
     "TrainingConfig",
     "TrialError",
     "estimate",
+    "export",
     "plan",
     "save_snapshot",
 ]

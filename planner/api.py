@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     progress = progress or NoProgress()
     request = make_request(**arguments)
     progress.phase("looking for a device")
-    question = _question(request)
+    question = _question(request, progress)
     space, result = _search_ladder(question, progress)
     best = result.best
     if best is None:
@@ -71,10 +71,10 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     return _plan_of(best, question, space, result)
 
 
-def _question(request: PlanRequest) -> Question:
+def _question(request: PlanRequest, progress: Progress | None = None) -> Question:
     """The request with its names looked up, on the device that its trials run on."""
     device, reason = find_device(request, _probe)
-    question = look_up(request, device)
+    question = look_up(request, device, progress)
     return replace(question, reasons=[reason, *question.reasons])
 
 
@@ -93,16 +93,18 @@ def _plan_of(best: Trial, question: Question, space: Space, result: SearchResult
         "ended": result.stopped,
         "problems": result.problems,
     }
+    workload = _describe(question, best.config) | _about_texts(question, best.config, best.best_time, corrected)
     return Plan(
         request=request,
         hardware=question.card.as_dict(),
-        workload=_describe(question, best.config),
+        workload=workload,
         config=best.config,
         peak=best.run,
         time=best.best_time,
         reasons=[
             *question.reasons,
             *_outside(question, best.config, best.run),
+            *_about_long_texts(question, workload),
             *reasons_of(best.config, request, space, result),
         ],
         alternatives=alternatives_of(best, result),
@@ -143,7 +145,7 @@ def estimate(
         "attention": attention,
         "loss": loss,
     }
-    count = micro_batch_size * gradient_accumulation_steps
+    count = micro_batch_size * gradient_accumulation_steps * int(others.get("gpus", 1))
     request = make_request(model=model, vram=vram, seq_len=seq_len, batch_size=count, method=method, **chosen, **others)
     question = _question(request)
     space = question.space(method)
@@ -198,7 +200,7 @@ def _about(question: Question, method: str, *, last_resort: bool) -> dict[str, A
     assert question.device is not None
     # a model's own code runs where its user said so, not on every host that joins
     left_out = {"storage", "device", "trials", "timeout", "trust_remote_code"}
-    request = question.request.model_dump(mode="json", exclude=left_out)
+    request = question.request.model_dump(mode="json", exclude=left_out, exclude_unset=True)
     return {
         "request": request,
         "device": device_key(question.device),
@@ -225,7 +227,7 @@ def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iter
     yield Reason(field="context_bytes", value=memory.context_bytes, reason=question.simulator.context_reason)
     margin = question.simulator.budget.margin(config)
     yield Reason(field="margin_bytes", value=memory.margin_bytes, reason=margin.reason)
-    lengths = question.request.lengths or "assumed"
+    lengths = question.request.lengths or question.request.data or "assumed"
     yield Reason(field="lengths", value=lengths, reason=epoch_reason(question.simulator, config))
     if host_bytes := question.simulator.host_bytes(config):
         what = f"for offload {config.offload}" if config.offload != "none" else f"for {config.optimizer}'s pages"
@@ -235,6 +237,25 @@ def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iter
     yield Reason(
         field="allocator", value=allocator, reason=reason_for(parse_allocator(allocator), device=question.card.kind)
     )
+
+
+def _about_texts(question: Question, config: TrainingConfig, time: Time, simulator: Simulator) -> dict[str, Any]:
+    """What becomes of long texts, and the user's data where it was named."""
+    about: dict[str, Any] = {"long_texts": question.long_texts, "overlap": question.request.overlap, "data": None}
+    if question.data is not None:
+        from planner.data.planning import describe_data
+
+        about["data"] = describe_data(question.data, config, simulator, step_ms=time.step_ms)
+    return about
+
+
+def _about_long_texts(question: Question, workload: Mapping[str, Any]) -> Iterator[Reason]:
+    reason = "as asked for" if question.request.long_texts else f"usual for {workload['task']}"
+    if question.data is not None:
+        from planner.data.planning import long_texts_reason
+
+        reason = long_texts_reason(question.data, workload["data"])
+    yield Reason(field="long_texts", value=question.long_texts, reason=reason)
 
 
 def _describe(question: Question, config: TrainingConfig) -> dict[str, Any]:

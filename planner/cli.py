@@ -171,7 +171,9 @@ def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool
         progress.phase("loading libraries")
         from planner import plan, save_snapshot
 
-        result = plan(progress=progress, **dict(request))
+        # what was left out stays left out: the data may decide it
+        given = {name: value for name, value in request if name in request.model_fields_set}
+        result = plan(progress=progress, **given)
     try:
         result.save(folder)
     except OSError as error:
@@ -232,6 +234,23 @@ def _work(quiet: bool, **options: Any) -> int:
     return 0
 
 
+def _export(plan: str, to: str | None, out: str | None) -> int:
+    """Write a saved plan for another engine: the files that it reads, or why it can't take the plan.
+
+    PLAN is the plan's folder. Names: accelerate, trainer, deepspeed, fsdp2, trl, sentence-transformers,
+    llama-factory, axolotl.
+    """
+    from planner.exporting import export
+
+    try:
+        folder = export(plan, to=to or "", out=out)
+    except OSError as error:
+        raise InputError([cannot_write(str(out or plan), error.strerror or str(error))]) from error
+    for file in sorted(folder.iterdir()):
+        click.echo(str(file))
+    return 0
+
+
 def _quieten() -> None:
     """A library that loads later may not write between the report's lines, nor tell twice what is told at the end."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -272,9 +291,21 @@ _WORKER = click.Command(
     short_help="Run trials of searches that share a --storage.",
     context_settings=_HELP,
 )
+_EXPORT = click.Command(
+    "export",
+    callback=_export,
+    params=[
+        click.Argument(["plan"], metavar="PLAN"),
+        click.Option(["--to"], metavar="NAME", help="The engine.  [required]"),
+        click.Option(["--out"], metavar="DIR", help="Folder to write.  [default: PLAN/NAME]"),
+    ],
+    help=_export.__doc__,
+    short_help="Write a plan for another engine.",
+    context_settings=_HELP,
+)
 command = _Commands(
     "plan",
-    commands=[_WORKER],
+    commands=[_WORKER, _EXPORT],
     invoke_without_command=True,
     callback=lambda **options: None if click.get_current_context().invoked_subcommand else _make_plan(**options),
     params=_options(),

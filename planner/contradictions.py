@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from planner import config
 from planner.allocator_settings import DEFAULT_ALLOCATOR
 from planner.errors import Problem
+from planner.tasks import TASK_FACTS
 from planner.units import compact_bytes, shown
 
 if TYPE_CHECKING:
     from planner.request import PlanRequest
 
-CLASSIFICATION_TASKS = ("sequence-classification", "token-classification")
-SEQ2SEQ_TASKS = ("seq2seq-lm",)
+WITH_CLASSES = tuple(name for name, facts in TASK_FACTS.items() if facts.has_classes)
+WITH_TARGETS = tuple(name for name, facts in TASK_FACTS.items() if facts.labels == "tokens")
 NOT_ON_CPU: dict[str, tuple[tuple[str, ...], str]] = {
     "precision": (("tf32", "fp16-amp"), "both are for GPUs"),
     "offload": (("optimizer", "parameters", "activations"), "everything is in host memory already"),
@@ -82,12 +83,56 @@ def _offload_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
 def _task_and_shape(request: PlanRequest) -> Iterator[Problem]:
     task, default = request.task, type(request).model_fields["num_labels"].default
     for argument, value, tasks in (
-        ("target_seq_len", request.target_seq_len, SEQ2SEQ_TASKS),
-        ("num_labels", request.num_labels if request.num_labels != default else None, CLASSIFICATION_TASKS),
+        ("target_seq_len", request.target_seq_len, WITH_TARGETS),
+        ("num_labels", request.num_labels if request.num_labels != default else None, WITH_CLASSES),
     ):
         if task is not None and value is not None and task not in tasks:
             message = f"got {value} with task {task}; accepted with: {', '.join(tasks)}; leave it out"
             yield Problem(argument=argument, message=message)
+
+
+def _data_and_lengths(request: PlanRequest) -> Iterator[Problem]:
+    if request.data is not None and request.lengths is not None:
+        message = f"got {shown(request.lengths)} beside data {shown(request.data)}, whose lengths are counted"
+        yield Problem(argument="lengths", message=f"{message}; accepted: one of the two; leave one out")
+
+
+def _long_texts(request: PlanRequest) -> Iterator[Problem]:
+    if request.task is not None:
+        yield from long_text_problems(request, request.task)
+
+
+def long_text_problems(request: PlanRequest, task: str) -> Iterator[Problem]:
+    """What a task can't do with long texts, and an overlap where nothing is cut into segments."""
+    accepted, asked = TASK_FACTS[task].long_texts, request.long_texts
+    if asked is not None and asked not in accepted:
+        message = f"got {asked!r} with task {task}; accepted with it: {', '.join(accepted)}; choose one of these"
+        yield Problem(argument="long_texts", message=message)
+    elif request.overlap and (asked or accepted[0]) != "segment":
+        remedy = "ask for --long-texts segment, or leave it out" if "segment" in accepted else "leave it out"
+        message = f"got {request.overlap:g} with long texts {asked or accepted[0]}; accepted with: segment; {remedy}"
+        yield Problem(argument="overlap", message=message)
+
+
+def _several_cards(request: PlanRequest) -> Iterator[Problem]:
+    """What goes with more than one card, and with one alone."""
+    gpus = request.gpus
+    if gpus == 1:
+        if request.parallelism is not None:
+            message = f"got {','.join(request.parallelism)} with one card; accepted with --gpus 2 or more; leave it out"
+            yield Problem(argument="parallelism", message=message)
+        return
+    if request.batch_size is not None and request.batch_size % gpus:
+        near = sorted({max(gpus, request.batch_size // gpus * gpus), -(-request.batch_size // gpus) * gpus})
+        message = f"got {request.batch_size} with {gpus} cards; accepted: multiples of {gpus}, such as "
+        yield Problem(argument="batch_size", message=message + " or ".join(map(str, near)))
+    if request.device not in ("auto", "none"):
+        message = f"got {shown(request.device)} with {gpus} cards; accepted with them: auto, none; several cards are"
+        yield Problem(argument="device", message=f"{message} simulated, since trials run on one: leave it out")
+    for offload in request.offload or ():
+        if request.offload == (offload,) and offload != "none":
+            message = f"got {offload!r} with {gpus} cards; accepted with them: none; fsdp2 shares out what it moves"
+            yield Problem(argument="offload", message=message)
 
 
 def _headroom_leaves_something(request: PlanRequest) -> Iterator[Problem]:
@@ -145,6 +190,9 @@ _RULES: tuple[Callable[[PlanRequest], Iterator[Problem]], ...] = (
     _flash2_and_precision,
     _offload_and_the_rest,
     _task_and_shape,
+    _data_and_lengths,
+    _long_texts,
+    _several_cards,
     _headroom_leaves_something,
     _trials_need_a_device,
     _processor_and_the_rest,

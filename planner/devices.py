@@ -30,8 +30,10 @@ def find_device(request: PlanRequest, probe: Probe) -> tuple[DeviceFacts | None,
     ``auto`` is the CUDA device where there is one that the request is about. Raises InputError where the request
     names a device that isn't there or isn't what else it names, TrialError where a device can't be looked at.
     """
-    if request.device == "none":
-        return None, Reason(field="device", value="none", reason="as asked for: every step is simulated")
+    if request.device == "none" or request.gpus > 1:  # contradictions.py has refused a device that was named
+        several = f"{request.gpus} cards are simulated: trials run on one card alone"
+        why = several if request.gpus > 1 else "as asked for: every step is simulated"
+        return None, Reason(field="device", value="none", reason=why)
     if request.device == "cpu":
         facts = _look_at_cpu(probe)
         return facts, Reason(field="device", value="cpu", reason=_about(facts, "as asked for"))

@@ -43,6 +43,8 @@ class Card:
     that the hardware lacks is absent."""
     pcie_bytes_per_s: float
     """To or from the host, one direction, theoretical."""
+    nvlink_bytes_per_s: float | None = None
+    """To other cards by NVLink, one direction, all links together; None where they meet on PCIe."""
     has_tensor_cores: bool
     """False before compute capability 7.0 and on the GTX 16 series, which is 7.5 without them."""
     source: str
@@ -56,6 +58,11 @@ class Card:
     def label(self) -> str:
         """The memory as the box has it: ``8 GB``."""
         return f"{self.label_bytes // GIB} GB"
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """To another card of the same machine, one direction, theoretical."""
+        return self.nvlink_bytes_per_s or self.pcie_bytes_per_s
 
     @property
     def supports_bf16(self) -> bool:
@@ -77,6 +84,7 @@ class Card:
             "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
             "dense_flops_per_s": dict(self.dense_flops_per_s),
             "pcie_bytes_per_s": self.pcie_bytes_per_s,
+            "link_bytes_per_s": self.link_bytes_per_s,
             "has_tensor_cores": self.has_tensor_cores,
             "source": self.source,
             "kind": self.kind,
@@ -106,6 +114,7 @@ def _card(entry: Mapping[str, Any]) -> Card:
         memory_bandwidth_bytes_per_s=float(entry["memory_bandwidth_bytes_per_s"]),
         dense_flops_per_s=MappingProxyType({k: float(v) for k, v in entry["dense_flops_per_s"].items()}),
         pcie_bytes_per_s=float(entry["pcie_bytes_per_s"]),
+        nvlink_bytes_per_s=float(entry["nvlink_bytes_per_s"]) if "nvlink_bytes_per_s" in entry else None,
         has_tensor_cores=entry["tensor_cores"],
         source="; ".join(f"{key}: {text}" for key, text in entry["source"].items()),
     )
@@ -369,3 +378,15 @@ def context_bytes(card: Card) -> tuple[int, str]:
     tiers = ((tier["up_to_label_gib"], tier) for tier in table[str(major)])
     tier = next(tier for limit, tier in tiers if limit is None or card.label_bytes <= limit * GIB)
     return int(tier["mib"]) * MIB, f"CUDA context on compute capability {major}.x: {tier['source']}"
+
+
+def nccl_bytes(card: Card) -> tuple[int, str]:
+    """Memory that NCCL's communicator holds outside torch's allocator, with the reason (``nccl`` in gpus.json)."""
+    if card.nvlink_bytes_per_s:
+        return _NVLINK_COMMUNICATOR_BYTES, "NCCL's communicator over NVLink: 688 MiB among 4 A100 (NVIDIA/nccl#964)"
+    held = _PCIE_CHANNELS * _RING_CONNECTIONS * _CONNECTION_BYTES
+    return held, "NCCL's communicator over PCIe: 4 channels, 2 connections each, 12 MiB of buffers (NVIDIA/nccl#1685)"
+
+
+_NVLINK_COMMUNICATOR_BYTES = 688 * MIB
+_PCIE_CHANNELS, _RING_CONNECTIONS, _CONNECTION_BYTES = 4, 2, 12 * MIB

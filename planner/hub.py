@@ -112,3 +112,10 @@ def _classified(error: BaseException) -> HubFailureError:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def is_offline() -> bool:
+    """Whether the user said that there is no network (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

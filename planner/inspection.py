@@ -53,8 +53,10 @@ def inspect_model(workload: Workload) -> ModelFacts:
 
 def fused_loss_obstacle(workload: Workload) -> str:
     """Why the loss can't take over the model's output layer, one clause; empty where it can."""
-    if workload.task.endswith("classification"):
-        return "a classification head has few labels, so its logits are small"
+    if workload.facts.loss == "contrastive":
+        return "vectors are compared, and there is no output layer"
+    if workload.facts.new_head:
+        return "the task's head has few outputs, so its logits are small"
     from planner.levers.fused_loss import obstacle
 
     return obstacle(*_tried(workload, attention="eager"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import InputError, Problem
+from planner.tasks import LongTexts
 from planner.units import shown
 
 ASSUMED_SAMPLES = 4096
@@ -18,6 +19,12 @@ LONGEST_LENGTH = 10_000_000
 """Bound of a length in a file."""
 ACCEPTED = f"a text or csv file with one whole number of tokens from 1 to {LONGEST_LENGTH} on each line"
 BAD_LINES_SHOWN = 3
+FATE: dict[LongTexts, str] = {
+    "truncate": "are cut",
+    "segment": "become several samples",
+    "pack": "are joined with the others",
+}
+"""What becomes of texts that are too long, in a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +52,20 @@ def assumed_lengths(seq_len: int) -> Lengths:
     return Lengths(tokens=(seq_len, *tokens[1:]), reason=reason)
 
 
-def given_lengths(counts: Sequence[int], *, seq_len: int, pieces: bool) -> Lengths:
+def given_lengths(counts: Sequence[int], *, seq_len: int, long_texts: LongTexts) -> Lengths:
     """Lengths of the samples made of texts with these token counts.
 
-    A longer text is cut to ``seq_len`` tokens or, with ``pieces``, becomes several samples, as the emitted script has
-    it.
+    A longer text is cut to ``seq_len`` tokens (truncate) or becomes several samples (segment), or all texts are joined
+    and cut into full windows (pack), as the emitted script has it.
     """
-    tokens = [length for count in counts for length in (_pieces(count, seq_len) if pieces else (min(count, seq_len),))]
+    if long_texts == "pack":
+        tokens = _pieces(sum(counts), seq_len)
+    elif long_texts == "segment":
+        tokens = [length for count in counts for length in _pieces(count, seq_len)]
+    else:
+        tokens = [min(count, seq_len) for count in counts]
     longer = sum(count > seq_len for count in counts)
-    what = "become several samples" if pieces else "are cut"
-    reason = f"as given: {len(counts)} texts, {longer} of them longer than {seq_len} tokens, which {what}"
+    reason = f"as given: {len(counts)} texts, {longer} of them longer than {seq_len} tokens, which {FATE[long_texts]}"
     return Lengths(tokens=tuple(tokens), reason=reason)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from planner.tasks import TASK_FACTS
+
 Kind = Literal["encoder", "decoder", "seq2seq", "vision", "speech"]
 Positions = Literal["table", "after-padding", "relative", "patches", "target"]
 
@@ -29,10 +31,11 @@ class Family:
     decoder's ``max_target_positions``."""
 
 
-_ENCODER = ("sequence-classification", "token-classification", "masked-lm", "embedding")
-_DECODER = ("causal-lm", "sequence-classification", "token-classification", "embedding")
-_PLAIN_DECODER = ("causal-lm", "sequence-classification", "embedding")
-_SEQ2SEQ = ("seq2seq-lm", "sequence-classification", "token-classification", "embedding")
+_WHOLE_TEXT = ("sequence-classification", "multi-label-classification", "regression", "reranking")
+_ENCODER = (*_WHOLE_TEXT, "token-classification", "masked-lm", "embedding")
+_DECODER = ("causal-lm", *_WHOLE_TEXT, "token-classification", "embedding")
+_PLAIN_DECODER = ("causal-lm", *_WHOLE_TEXT, "embedding")
+_SEQ2SEQ = ("seq2seq-lm", *_WHOLE_TEXT, "token-classification")
 
 FAMILIES: Mapping[str, Family] = {
     **{
@@ -54,12 +57,9 @@ FAMILIES: Mapping[str, Family] = {
     **{name: Family(kind="decoder", tasks=_PLAIN_DECODER) for name in ("opt", "gptj", "gemma3_text", "olmo2")},
     "bloom": Family(kind="decoder", tasks=_DECODER, positions="relative"),
     **{name: Family(kind="seq2seq", tasks=_SEQ2SEQ, positions="relative") for name in ("t5", "mt5", "umt5")},
-    "longt5": Family(kind="seq2seq", tasks=("seq2seq-lm", "embedding"), positions="relative"),
-    **{
-        name: Family(kind="seq2seq", tasks=("seq2seq-lm", "sequence-classification", "embedding"))
-        for name in ("bart", "mbart")
-    },
-    "vit": Family(kind="vision", tasks=("image-classification", "embedding"), positions="patches"),
+    "longt5": Family(kind="seq2seq", tasks=("seq2seq-lm",), positions="relative"),
+    **{name: Family(kind="seq2seq", tasks=("seq2seq-lm", *_WHOLE_TEXT)) for name in ("bart", "mbart")},
+    "vit": Family(kind="vision", tasks=("image-classification",), positions="patches"),
     "whisper": Family(kind="speech", tasks=("speech-seq2seq",), positions="target"),
 }
 
@@ -78,15 +78,13 @@ _UNKNOWN_FAMILY_TASKS = (
     ("ForPreTraining", "sequence-classification"),
 )
 TASK_MAPPINGS = {
-    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    **{name: facts.mapping for name, facts in TASK_FACTS.items()},
     "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "embedding": "MODEL_MAPPING_NAMES",
 }
+"""Task to the attribute of transformers' ``modeling_auto`` that names each family's class for it."""
+_NOT_EMBEDDING = ("seq2seq-lm", "image-classification", "speech-seq2seq")
+"""Tasks of families whose base model takes more than one text's tokens: a target's, too, or no text."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _FORCED_TIE_TYPES = ("t5", "mt5", "umt5", "longt5")
 
@@ -97,7 +95,7 @@ def default_task(config: Mapping[str, Any]) -> str | None:
     for suffix, task in _ARCHITECTURE_TASKS:
         # Only the first name counts: BART's hub file lists three classes and means the first.
         if names and names[0].endswith(suffix):
-            return task
+            return "reranking" if task == "sequence-classification" and _has_one_output(config) else task
     family = FAMILIES.get(str(config.get("model_type")))
     if family:
         return family.tasks[0]
@@ -109,6 +107,11 @@ def default_task(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _has_one_output(config: Mapping[str, Any]) -> bool:
+    """Whether a head gives a score: as the checkpoints of cross-encoders do."""
+    return len(config.get("id2label") or ()) == 1 or config.get("num_labels") == 1
+
+
 def supported_tasks(model_type: str) -> tuple[str, ...]:
     """Return the tasks that transformers has a class for; imports transformers only for a family not in the table."""
     family = FAMILIES.get(model_type)
@@ -118,7 +121,9 @@ def supported_tasks(model_type: str) -> tuple[str, ...]:
 def tasks_in_transformers(model_type: str) -> tuple[str, ...]:
     """Read the tasks of ``model_type`` from the installed transformers' auto classes."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    return tuple(task for task, mapping in TASK_MAPPINGS.items() if model_type in getattr(auto, mapping))
+    tasks = tuple(task for task, mapping in TASK_MAPPINGS.items() if model_type in getattr(auto, mapping))
+    left_out = "embedding" if set(tasks) & set(_NOT_EMBEDDING) else ""
+    return tuple(task for task in tasks if task != left_out)
 
 
 def known_to_transformers(model_type: str) -> bool:

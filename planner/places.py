@@ -1,8 +1,11 @@
-"""Where a plan's files are to go, and what is in the way: found out before any planning."""
+"""Where a plan's files are to go: what is in the way, found out before any planning, and writing a folder whole."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from planner.errors import Problem
@@ -53,3 +56,31 @@ def cannot_write(out: str, why: str) -> Problem:
     """The problem of a folder that a plan can't be written to."""
     accepted = "accepted: a folder that can be made, or an earlier plan's"
     return Problem(argument="out", message=f"got {out!r}; {accepted}; {why}")
+
+
+def write_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` fill a folder, which is then put in ``target``'s place; whole or not at all. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(staging)
+        staging.chmod(0o755)
+        _swap(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Put ``staging`` in ``target``'s place; the old folder goes only when the new one is there."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    target.rename(old / "plan")
+    try:
+        staging.rename(target)
+    except OSError:
+        (old / "plan").rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

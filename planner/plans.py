@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from planner.budget import Memory
 from planner.config import TrainingConfig
 from planner.emit import render_training_files
 from planner.errors import InputError, Problem
+from planner.places import write_whole
 from planner.request import PlanRequest
 from planner.timing import Time
 
@@ -116,15 +115,7 @@ class Plan:
         if target.exists() and not (target.is_dir() and _is_replaceable(target)):
             message = f"got {str(folder)!r}; accepted: a new folder, or an earlier plan's; choose another"
             raise InputError([Problem(argument="folder", message=message)])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            self._write(staging)
-            staging.chmod(0o755)
-            _swap(staging, target)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+        write_whole(target, self._write)
         return target
 
     def _write(self, folder: Path) -> None:
@@ -141,7 +132,7 @@ class Plan:
         import pandas as pd
 
         path = Path(folder)
-        document = _read_document(path)
+        document = read_document(path)
         rows = {name: pd.read_csv(path / f"{name}.csv", keep_default_na=False) for name in ("trials", "memory")}
         return cls(
             request=PlanRequest.model_validate(document["request"]),
@@ -192,7 +183,8 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict(orient="records")]
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
+def read_document(folder: Path) -> dict[str, Any]:
+    """The content of a folder's plan.json. Raises InputError when it holds no plan of this version."""
     try:
         document: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         version = document["schema_version"]
@@ -207,18 +199,3 @@ def _read_document(folder: Path) -> dict[str, Any]:
 
 def _is_replaceable(folder: Path) -> bool:
     return (folder / "plan.json").is_file() or not any(folder.iterdir())
-
-
-def _swap(staging: Path, target: Path) -> None:
-    """Put ``staging`` in ``target``'s place; the old folder goes only when the new one is there."""
-    if not target.exists():
-        staging.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    target.rename(old / "plan")
-    try:
-        staging.rename(target)
-    except OSError:
-        (old / "plan").rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.allocator_settings import parse_allocator
+from planner.contradictions import long_text_problems
 from planner.errors import InputError, Problem
 from planner.hardware import Card, ceiling_bytes, find_card, typical_card
 from planner.lengths import Lengths, given_lengths, read_counts
@@ -18,11 +19,14 @@ from planner.plans import Reason
 from planner.request import PlanRequest
 from planner.simulation import Simulator
 from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, make_space
+from planner.tasks import TASK_FACTS, LongTexts
 from planner.units import format_bytes
 from planner.workload import TRAINABLE_TASKS, Workload
 
-PIECES_TASKS = ("causal-lm", "masked-lm")
-"""Tasks whose script makes several samples of a text that is too long."""
+if TYPE_CHECKING:
+    from planner.data.deciding import Decided
+    from planner.progress import Progress
+
 DEFAULT_TARGET_SEQ_LEN = 128
 """Target tokens of a sequence-to-sequence task when the request doesn't say: a summary's usual length."""
 
@@ -43,6 +47,10 @@ class Question:
     """Why the card, the ceiling, the task and the lengths are what they are."""
     device: DeviceFacts | None = None
     """Where trials run; None: every step is simulated."""
+    data: Decided | None = None
+    """The user's data and what becomes of it; None: it was not named."""
+    long_texts: LongTexts = "truncate"
+    """What becomes of texts longer than ``seq_len``."""
 
     @property
     def store_key(self) -> dict[str, Any]:
@@ -70,18 +78,23 @@ class Question:
             card=self.card,
             method=method,
             effective_batch_size=effective,
+            gpus=request.gpus,
             max_micro_batch_size=LARGEST_MICRO_BATCH,
             layers=facts.layers,
             supports_sdpa=facts.supports_sdpa,
             supports_checkpointing=facts.supports_checkpointing,
             fused_loss_obstacle=recordings.fused_loss_obstacle if _names(request.loss) else "",
+            sequences_per_sample=self.simulator.workload.facts.sequences_per_sample,
             flash2_obstacle=recordings.flash2_obstacle if _names(request.attention) else "",
         )
         return make_space(request, context, self.seq_len)
 
 
-def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Question:
-    """Find model and card; on a device the card is what it is. Raises InputError with all problems at once."""
+def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: Progress | None = None) -> Question:
+    """Find model and card, and read the data; on a device the card is what it is.
+
+    Raises InputError with all problems at once.
+    """
     problems: list[Problem] = []
     spec = _or_problems(
         problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
@@ -90,11 +103,15 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Question
     counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
     if spec is not None:
         problems += _shape_problems(request, spec)
+    data = None
+    if spec is not None and request.data is not None and not problems:
+        data = _or_problems(problems, lambda: _data(request, spec, progress))
     if problems or spec is None or found is None:
         raise InputError(problems)
     card, ceiling, reasons = found
     task = request.task or spec.default_task
-    workload, seq_len, more = _workload(request, spec, task)
+    long_texts = data.long_texts if data is not None else request.long_texts or TASK_FACTS[task].long_texts[0]
+    workload, seq_len, more = _workload(request, spec, task, data)
     simulator = Simulator(
         workload,
         card,
@@ -104,16 +121,37 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Question
         host_ram_bytes=request.host_ram_bytes,
         risk=request.risk,
         allocator=parse_allocator(request.allocator),
-        lengths=_lengths(counts, task, seq_len),
+        lengths=_lengths(counts, data, long_texts, seq_len),
         seed=request.seed,
+        gpus=request.gpus,
         **({} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}),
     )
     reasons = [*reasons, *more]
-    return Question(request=request, card=card, seq_len=seq_len, simulator=simulator, reasons=reasons, device=device)
+    return Question(
+        request=request,
+        card=card,
+        seq_len=seq_len,
+        simulator=simulator,
+        reasons=reasons,
+        device=device,
+        data=data,
+        long_texts=long_texts,
+    )
 
 
-def _lengths(counts: list[int] | None, task: str, seq_len: int) -> Lengths | None:
-    return None if counts is None else given_lengths(counts, seq_len=seq_len, pieces=task in PIECES_TASKS)
+def _data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
+    from planner.data.planning import data_of
+    from planner.progress import NoProgress
+
+    return data_of(request, spec, request.task or spec.default_task, progress or NoProgress())
+
+
+def _lengths(counts: list[int] | None, data: Decided | None, long_texts: LongTexts, seq_len: int) -> Lengths | None:
+    if data is not None:
+        from planner.data.planning import lengths_of_data
+
+        return lengths_of_data(data)
+    return None if counts is None else given_lengths(counts, seq_len=seq_len, long_texts=long_texts)
 
 
 def _or_problems(problems: list[Problem], look_up: Any) -> Any:
@@ -161,16 +199,25 @@ def _shape_problems(request: PlanRequest, spec: ModelSpec) -> Iterator[Problem]:
     if task not in TRAINABLE_TASKS:
         message = f"got {task!r}; accepted in this version: {', '.join(TRAINABLE_TASKS)}; choose one of these"
         yield Problem(argument="task", message=message)
+    elif TASK_FACTS[task].loss == "contrastive" and request.batch_size == 1:
+        message = f"got 1 with task {task}; accepted with it: 2 or more; samples are compared with each other"
+        yield Problem(argument="batch_size", message=message)
+    else:
+        yield from long_text_problems(request, task)
     limit = spec.max_seq_len
     if limit is not None and request.seq_len is not None and request.seq_len > limit:
         message = f"got {request.seq_len}; {spec.model_id} has positions for {limit} tokens; ask for {limit} or less"
         yield Problem(argument="seq_len", message=message)
 
 
-def _workload(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[Workload, int, list[Reason]]:
+def _workload(
+    request: PlanRequest, spec: ModelSpec, task: str, data: Decided | None
+) -> tuple[Workload, int, list[Reason]]:
     reasons = [
         Reason(field="task", value=task, reason="as asked for" if request.task else "what the model is used for")
     ]
+    if data is not None:
+        return _workload_of_data(request, spec, task, data, reasons)
     seq_len, why = (request.seq_len, "as asked for") if request.seq_len else default_seq_len(spec, task)
     reasons.append(Reason(field="seq_len", value=seq_len, reason=why))
     target = None
@@ -180,6 +227,18 @@ def _workload(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[Workloa
         reasons.append(Reason(field="target_seq_len", value=target, reason=said))
     workload = Workload(spec=spec, task=task, num_labels=request.num_labels, target_seq_len=target)
     return workload, seq_len, reasons
+
+
+def _workload_of_data(
+    request: PlanRequest, spec: ModelSpec, task: str, data: Decided, reasons: list[Reason]
+) -> tuple[Workload, int, list[Reason]]:
+    from planner.data.planning import num_labels_of, reasons_for_data
+
+    reasons = [*reasons, Reason(field="seq_len", value=data.seq_len, reason=data.seq_len_reason)]
+    reasons += [Reason(field=name, value=value, reason=why) for name, value, why in reasons_for_data(request, data)]
+    num_labels = num_labels_of(request, data)[0] if data.facts.has_classes else request.num_labels
+    workload = Workload(spec=spec, task=task, num_labels=num_labels, target_seq_len=data.target_seq_len)
+    return workload, data.seq_len, reasons
 
 
 def _names(words: tuple[str, ...] | None) -> bool:

@@ -72,7 +72,9 @@ class Recordings:
         precision = _SAME_MEMORY.get(config.precision, config.precision)
         if precision == "fp16-amp" and self.card.supports_bf16 and config.attention in ("sdpa", "flash2"):
             precision = "bf16-amp"  # two bytes either way, and the same kernels
+        contrastive = self.workload.facts.loss == "contrastive"
         return {
+            **({"accumulates": config.gradient_accumulation_steps > 1} if contrastive else {}),
             "precision": precision,
             "checkpointing": config.checkpointing,
             "attention": config.attention,
@@ -81,6 +83,7 @@ class Recordings:
             "method": config.method,
             "lora": config.lora.model_dump() if config.lora else None,
             "offload": config.offload if config.offload in IN_THE_PASS else "none",
+            **_shared(config),
         }
 
     def step_model(self, config: TrainingConfig, variant: Variant) -> StepModel | None:
@@ -100,8 +103,11 @@ class Recordings:
 
     def _fit(self, config: TrainingConfig, variant: Variant) -> StepModel | None:
         """From recordings of a shallow model where its layers repeat, else of the whole one."""
+        shapes = variant.shapes(self.workload.spec.max_seq_len)
+        if not shapes:
+            return None
         try:
-            return fit_step(lambda shape: self.record(config, shape), variant.shapes())
+            return fit_step(lambda shape: self.record(config, shape), shapes)
         except NotPolynomialError:
             return None
 
@@ -111,12 +117,24 @@ class Recordings:
 
     def evaluation(self, config: TrainingConfig, shape: Shape) -> Recording:
         """A micro-batch of an evaluation at one shape."""
-        key = {**self.key(config), "shape": shape}
+        parts = config.gradient_accumulation_steps if self.workload.facts.loss == "contrastive" else 1
+        key = {**self.key(config), "shape": shape, "parts": parts}
 
         def record() -> Recording:
-            return self._from_layers(config, lambda source: source.record_evaluation(shape))
+            return self._from_layers(config, lambda source: source.record_evaluation(shape, parts=parts))
 
         return cache.remembered("evaluations", key, record)
+
+    def contrast(self, config: TrainingConfig) -> Recording | None:
+        """What comes before each step's micro-batches; None for a loss that needs nothing of the kind."""
+        samples, parts = config.micro_batch_size, config.gradient_accumulation_steps
+        if self.workload.facts.loss != "contrastive" or parts == 1:
+            return None
+        structure = self.structure(config)
+        key = {**self._key(structure), "samples": samples, "parts": parts}
+        return cache.remembered(
+            "contrasts", key, lambda: self._source(config, structure).record_contrast(samples, parts)
+        )
 
     def _from_layers(self, config: TrainingConfig, record: Callable[[StepSource], Recording]) -> Recording:
         """From the shallow model where its layers repeat, else from the whole one."""
@@ -183,4 +201,15 @@ class Recordings:
 
 def _trained(structure: Structure) -> Structure:
     """What decides which parameters are trained."""
-    return {name: structure[name] for name in ("method", "lora", "quantization")}
+    # shards are as many as the cards; how weights are shared otherwise doesn't matter
+    sharded = {"gpus": structure["gpus"]} if structure.get("parallelism") == "fsdp2" else {}
+    return {name: structure[name] for name in ("method", "lora", "quantization")} | sharded
+
+
+def _shared(config: TrainingConfig) -> Structure:
+    """What parallelism makes of a step: shards by the number of cards; buckets by whether gradients wait for more."""
+    if config.parallelism == "fsdp2":
+        return {"parallelism": "fsdp2", "gpus": config.gpus}
+    if config.parallelism == "ddp":
+        return {"parallelism": "ddp", "accumulates": config.gradient_accumulation_steps > 1}
+    return {}

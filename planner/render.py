@@ -101,6 +101,11 @@ def _sections(plan: Printable, console: Console) -> Iterator[tuple[str, Table]]:
     yield "Choice", _choice(plan)
     on_cpu = plan.hardware.get("kind") == "cpu"
     block = "█" if console.encoding.startswith("utf") else "#"
+    if data := plan.workload.get("data"):
+        from planner.data.report import data_table, lengths_table
+
+        yield f"Your data: {data['source']}", data_table(data)
+        yield "Its lengths", lengths_table(data, block)
     yield "Memory at the peak", _memory(plan.peak, block, context="Python and libraries" if on_cpu else "CUDA context")
     yield "Memory by phase", phase_table(plan.peak)
     yield "Next best", _alternatives(plan)

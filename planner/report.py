@@ -13,13 +13,17 @@ from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import Space, effective_batch_size
+from planner.units import format_bytes
 
 ALTERNATIVES = 3
 _SHOWN_UNASKED = ("adamw_8bit",)
 """Values that are not swept and that people ask for first; each costs a recording."""
 _LARGE_VOCABULARY = 30_000
 """Entries from which logits are large beside everything else that a token needs."""
-_STRUCTURE = ("method", "precision", "checkpointing", "attention", "loss", "quantization", "optimizer", "offload")
+_STRUCTURE = (
+    *("method", "precision", "checkpointing", "attention", "loss", "quantization", "optimizer", "offload"),
+    "parallelism",
+)
 _LENGTHS = tuple(2**n for n in range(5, 17))
 """Lengths of memory.csv, in tokens."""
 
@@ -40,6 +44,9 @@ def reasons_of(config: TrainingConfig, request: PlanRequest, space: Space, resul
             fastest = f"the fastest that fits of {', '.join(options)}: " if len(options) > 1 else ""
             if getattr(request, lever.field, None) is None and lever.is_last_resort(str(value), space.context):
                 fastest = f"nothing fits without; {fastest}"
+            if lever.field == "parallelism" and config.gpus > 1:
+                yield Reason(field="gpus", value=config.gpus, reason=_link_reason(config, space))
+                said += _without_it(config, result)
             yield Reason(field=lever.field, value=value, reason=fastest + said)
     yield Reason(
         field="gradient_accumulation_steps",
@@ -51,6 +58,25 @@ def reasons_of(config: TrainingConfig, request: PlanRequest, space: Space, resul
         value=config.max_tokens_per_micro_batch,
         reason="micro-batch times longest sequence: shorter texts go in larger micro-batches",
     )
+
+
+def _link_reason(config: TrainingConfig, space: Space) -> str:
+    """How the cards are taken to be connected, and what a speed counts."""
+    card = space.context.card
+    how = "NVLink" if card.nvlink_bytes_per_s else "PCIe, without bridges"
+    link = f"{how} at {card.link_bytes_per_s / 1e9:.0f} GB/s in theory"
+    return f"as asked for; one machine, each card with a process of its own; {link}; tokens a second are all cards'"
+
+
+def _without_it(config: TrainingConfig, result: SearchResult) -> str:
+    """Why the other way to share is not the choice, where the search has looked at it."""
+    same = [t for t in result.trials if t.config.method == config.method]
+    others = [t for t in same if t.config.parallelism != config.parallelism]
+    if not others or any(t.status == "fits" for t in others):
+        return ""
+    over = [t.memory.total_bytes - t.memory.ceiling_bytes for t in others if t.memory]
+    least = f", by at least {format_bytes(min(over))}" if over and min(over) > 0 else ""
+    return f"; {others[0].config.parallelism} does not fit{least}"
 
 
 def _batch_reason(config: TrainingConfig, result: SearchResult) -> str:

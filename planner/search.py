@@ -249,7 +249,7 @@ def evaluate(config: TrainingConfig, simulator: Simulator) -> Trial:
     in_the_way = None if config.offload == "activations" else _short_of_host_memory(config, simulator)
     if in_the_way:
         return in_the_way
-    alone = config.micro_batch_size == 1 and config.effective_batch_size % 2 == 0
+    alone = config.micro_batch_size == 1 and config.effective_batch_size // config.gpus % 2 == 0
     if alone and _fits(with_micro_batch(config, 2), simulator):
         reason = "two sequences at once fit, and are never slower"
         return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)
@@ -277,10 +277,11 @@ def _fits(config: TrainingConfig, simulator: Simulator) -> bool:
 
 def with_micro_batch(config: TrainingConfig, micro_batch_size: int) -> TrainingConfig:
     """The same configuration with another micro-batch, at the same effective batch."""
+    tokens_of_a_sample = config.max_tokens_per_micro_batch // config.micro_batch_size
     return config.model_copy(
         update={
             "micro_batch_size": micro_batch_size,
-            "max_tokens_per_micro_batch": micro_batch_size * config.seq_len,
-            "gradient_accumulation_steps": config.effective_batch_size // micro_batch_size,
+            "max_tokens_per_micro_batch": micro_batch_size * tokens_of_a_sample,
+            "gradient_accumulation_steps": config.effective_batch_size // (micro_batch_size * config.gpus),
         }
     )

@@ -12,8 +12,9 @@ import psutil
 from planner.allocator_settings import AllocatorOptions
 from planner.budget import PARTS, Budget, Memory
 from planner.calibration import DEFAULT_RISK
+from planner.communication import gather_pool_bytes
 from planner.config import TrainingConfig
-from planner.hardware import Card, context_bytes
+from planner.hardware import Card, context_bytes, nccl_bytes
 from planner.host_memory import LEAST_BYTES_PER_PARAMETER, saved_bytes, state_bytes
 from planner.inspection import ModelFacts
 from planner.lengths import Lengths
@@ -40,12 +41,13 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else 8_519_680
 
 
-def budget_shapes(config: TrainingConfig) -> Iterator[Shape]:
+def budget_shapes(config: TrainingConfig, sequences_per_sample: int = 1) -> Iterator[Shape]:
     """The micro-batches of half, a quarter, ... of the longest length that fill the token budget."""
     seq_len, micro_batch_size = config.seq_len, config.micro_batch_size
     while seq_len >= 32 and micro_batch_size < config.effective_batch_size:
         seq_len = round_up(seq_len // 2, 16)
-        micro_batch_size = min(config.effective_batch_size, config.max_tokens_per_micro_batch // seq_len)
+        fitting = config.max_tokens_per_micro_batch // (seq_len * sequences_per_sample)
+        micro_batch_size = min(config.effective_batch_size, fitting)
         yield micro_batch_size, seq_len
 
 
@@ -59,7 +61,7 @@ class Simulator:
     ``seq_len`` is the planned length: the polynomials are checked against a recording there. ``allocator`` is what
     the run sets; None: PyTorch's defaults. ``lengths`` of the user's data, and the ``seed`` of their order in a run.
     ``context``: bytes that the process holds outside of its tensors, and how that is known; None: the catalogue's
-    figure, which a CPU has none of (ValueError).
+    figure, which a CPU has none of (ValueError). ``gpus``: cards that train together, whose NCCL buffers count too.
     """
 
     def __init__(
@@ -76,12 +78,16 @@ class Simulator:
         lengths: Lengths | None = None,
         seed: int = 0,
         context: tuple[int, str] | None = None,
+        gpus: int = 1,
     ) -> None:
         self.workload = workload
         self.card = card
         if context is None and card.kind == "cpu":
             raise ValueError("context: got None; accepted for a CPU: what a process holds there, as measured")
         held_bytes, self.context_reason = context or context_bytes(card)
+        if gpus > 1:
+            buffers, why = nccl_bytes(card)
+            held_bytes, self.context_reason = held_bytes + buffers, f"{self.context_reason}; {why}"
         self.budget = Budget(
             ceiling_bytes=ceiling_bytes,
             context_bytes=held_bytes,
@@ -111,11 +117,17 @@ class Simulator:
 
     def corrected_bytes(self, config: TrainingConfig, reserved_bytes: int) -> int:
         """What is reserved as measurements make it; as it is where there are none."""
-        return (
-            reserved_bytes
-            if self._corrections is None
-            else round(reserved_bytes * self._corrections.memory(config).factor)
-        )
+        factor = 1.0 if self._corrections is None else self._corrections.memory(config).factor
+        return round(reserved_bytes * factor) + self._gather_pool_bytes(config)
+
+    def _gather_pool_bytes(self, config: TrainingConfig) -> int:
+        """What FSDP2's gathers reserve on a stream of their own; on one stream, as replayed, kernels would use it."""
+        if config.parallelism != "fsdp2":
+            return 0
+        shape = (config.micro_batch_size, config.seq_len)
+        step = self.model(config).step(shape)
+        casts = config.precision in AUTOCAST_DTYPES
+        return gather_pool_bytes(step.template.ops, step.ops_at(shape)[1], gpus=config.gpus, casts=casts)
 
     @property
     def facts(self) -> ModelFacts:
@@ -152,7 +164,7 @@ class Simulator:
         if self.workload.target_seq_len is not None:
             return own
         model, accumulate = self.model(config), config.gradient_accumulation_steps > 1
-        for shape in budget_shapes(config):
+        for shape in budget_shapes(config, self.workload.facts.sequences_per_sample):
             if model.allocated_bytes(shape, accumulate=accumulate) > own.peak_allocated_bytes:
                 other = self.memory(config.model_copy(update={"micro_batch_size": shape[0], "seq_len": shape[1]}))
                 own = max(own, other, key=lambda memory: memory.total_bytes)
@@ -173,7 +185,7 @@ class Simulator:
             state = 0 if config.offload == "optimizer" else STATE_BYTES_PER_PARAMETER[config.optimizer]
             masters = has_masters(config.precision, config.method) and config.offload != "optimizer"
             each += each + (4 + state if masters else state if each == 4 else state // 2)
-        return self.facts.parameters * each
+        return self.facts.parameters * each // (config.gpus if config.parallelism == "fsdp2" else 1)
 
     def at_least(self, config: TrainingConfig) -> Memory | None:
         """The peak without the allocator's rounding and fragmentation, when that alone is over the ceiling."""
@@ -207,9 +219,10 @@ class Simulator:
         if config.offload in ON_HOST:
             return state_bytes(config, self.recordings.update(config))
         paged = PAGED_BYTES_PER_PARAMETER.get(config.optimizer, 0)
-        total = paged * self.trainable_parameters(config) if paged else 0
+        total = paged * self.trainable_parameters(config) * config.gpus if paged else 0
         if config.offload == "activations":
-            model, shapes = self.model(config), [(config.micro_batch_size, config.seq_len), *budget_shapes(config)]
+            smaller = budget_shapes(config, self.workload.facts.sequences_per_sample)
+            model, shapes = self.model(config), [(config.micro_batch_size, config.seq_len), *smaller]
             total += saved_bytes((model.step(shape), shape) for shape in shapes)
         return total
 
@@ -224,13 +237,16 @@ class Simulator:
     def model(self, config: TrainingConfig) -> MemoryModel:
         """The memory model of a configuration's structure."""
         masters = has_masters(config.precision, config.method)
-        key = repr((self.recordings.structure(config), config.optimizer, config.offload, masters))
+        contrast = self.recordings.contrast(config)
+        compared = (config.micro_batch_size, config.gradient_accumulation_steps) if contrast else ()
+        key = repr((self.recordings.structure(config), config.optimizer, config.offload, masters, compared))
         if key not in self._models:
             self._models[key] = MemoryModel(
                 lambda variant: self.recordings.step_model(config, variant),
                 self.recordings.update(config),
                 exact=lambda shape: self.recordings.record(config, shape),
                 evaluation=lambda shape: self.recordings.evaluation(config, shape),
+                contrast=contrast,
                 cublas_workspace_bytes=cublas_workspace_bytes(self.card.compute_capability),
                 settings=self.allocator,
             )

@@ -57,18 +57,19 @@ def snapshot_of(simulator: Simulator, config: TrainingConfig, allocator: str) ->
     recordings = NamedRecordings(simulator.workload, simulator.card)
     shape, accumulate = (config.micro_batch_size, config.seq_len), config.gradient_accumulation_steps > 1
     step, update = recordings.record(config, shape), recordings.update(config)
-    evaluation = recordings.evaluation(config, shape)
+    evaluation, contrast = recordings.evaluation(config, shape), recordings.contrast(config)
     model = MemoryModel(
         lambda _: None,
         update,
         exact=lambda _: step,
+        contrast=contrast,
         cublas_workspace_bytes=cublas_workspace_bytes(simulator.card.compute_capability),
     )
-    program = build(step, update, accumulate=accumulate, evaluation=evaluation)
+    program = build(step, update, accumulate=accumulate, evaluation=evaluation, contrast=contrast)
     return snapshot(
         program,
         model.row_sizes(shape, evaluation)[program.rows],
-        sources([step, update, evaluation]),
+        sources([step, *model.constant_recordings, evaluation]),
         parse_allocator(allocator),
         capacity_bytes=simulator.budget.ceiling_bytes - simulator.budget.context_bytes,
     )

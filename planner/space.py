@@ -10,6 +10,7 @@ from planner.config import LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
 from planner.levers import LEVERS, Choice, Context, conflict
 from planner.request import PlanRequest
+from planner.units import round_up
 
 DEFAULT_EFFECTIVE_BATCH_SIZE = 32
 """Sequences for each optimizer step when the request doesn't say: the usual value of fine-tuning recipes."""
@@ -58,7 +59,7 @@ class Space:
         """What one change of one lever claims to lower the memory to."""
         for lever in LEVERS:
             for better, worse in lever.lowers_memory:
-                if chosen[lever.field] == worse and better in self.values[lever.field]:
+                if chosen.get(lever.field) == worse and better in self.values[lever.field]:
                     yield {**chosen, lever.field: better}
 
     def _is_possible(self, chosen: Mapping[str, str]) -> bool:
@@ -73,9 +74,10 @@ class Space:
                 **fields,
                 "micro_batch_size": micro,
                 "seq_len": self.seq_len,
-                "max_tokens_per_micro_batch": micro * self.seq_len,
-                "gradient_accumulation_steps": effective // micro,
+                "max_tokens_per_micro_batch": micro * self.seq_len * self.context.sequences_per_sample,
+                "gradient_accumulation_steps": effective // (micro * self.context.gpus),
                 "effective_batch_size": effective,
+                "gpus": self.context.gpus,
                 "lora": None if self.context.method == "full" else LoraSettings(),
             }
         )
@@ -88,13 +90,19 @@ def rungs(method: str, *, device: str = "cuda") -> tuple[str, ...]:
 
 
 def effective_batch_size(request: PlanRequest, seq_len: int) -> tuple[int, str]:
-    """Sequences for each optimizer step, and why."""
+    """Sequences for each optimizer step, and why. Every card has the same number of them."""
+    gpus = request.gpus
     if request.batch_size is not None:
         return request.batch_size, "as asked for"
     if request.batch_tokens is not None:
-        size = max(1, request.batch_tokens // seq_len)
-        return size, f"{request.batch_tokens} tokens are {size} sequences of {seq_len}"
-    return DEFAULT_EFFECTIVE_BATCH_SIZE, "the usual size for fine-tuning; --batch-size changes it"
+        size = max(gpus, request.batch_tokens // seq_len // gpus * gpus)
+        among = f", as many for each of {gpus} cards" if gpus > 1 else ""
+        return size, f"{request.batch_tokens} tokens are {size} sequences of {seq_len}{among}"
+    usual = "the usual size for fine-tuning"
+    size = round_up(DEFAULT_EFFECTIVE_BATCH_SIZE, gpus)
+    if size > DEFAULT_EFFECTIVE_BATCH_SIZE:
+        usual += f", {DEFAULT_EFFECTIVE_BATCH_SIZE}, rounded up to a multiple of {gpus} cards"
+    return size, f"{usual}; --batch-size changes it"
 
 
 def has_last_resort(request: PlanRequest, context: Context) -> bool:

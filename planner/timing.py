@@ -9,21 +9,21 @@ configurations on one card; measured trials replace it where there is a device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib import resources
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.achievable import Achievable, achievable, reached_on
+from planner.communication import together_seconds
 from planner.config import TrainingConfig
 from planner.hardware import Card
-from planner.host_memory import TO_CARD, TO_HOST, bytes_outside_layers
+from planner.host_memory import TO_CARD, TO_HOST, bytes_outside_layers, trained_tensors
 from planner.levers.optimizer import PAGED_BYTES_PER_PARAMETER
 from planner.levers.precision import WEIGHT_DTYPES, has_masters
-from planner.memory.model import MemoryModel
+from planner.memory.model import MemoryModel, StepModel
+from planner.memory.polynomials import Shape
 from planner.recording.record import Op
 
 Seconds = NDArray[np.float64]
@@ -54,62 +54,6 @@ class Time:
             update_ms=self.update_ms * factor,
             tokens_per_s=self.tokens_per_s / factor,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Achievable:
-    """What kernels reach of a card's peaks and what surrounds them: the values of ``profiles/timing.json``."""
-
-    matmul_fp32_fraction: float
-    """Of the fp32 rate, by matrix products on CUDA cores."""
-    matmul_tensor_core_fraction: float
-    """Of the tensor cores' dense rate for the type, by matrix products."""
-    attention_fp32_fraction: float
-    """Of the fp32 rate, by fused attention on fp32 (the memory-efficient kernel), or without tensor cores."""
-    attention_half_fraction: float
-    """Of the type's dense rate, by fused attention on fp16 or bf16."""
-    bandwidth_fraction: float
-    """Of the memory bandwidth, by every kernel."""
-    kernel_us: float
-    """What a kernel takes beyond its roofline: start, ramp-up and a last wave that doesn't fill the card."""
-    operator_us: float
-    """CPU time for each operator of a model, its module, its views and its autograd node included."""
-    bare_operator_us: float
-    """CPU time of an operator that no module calls: autocast's casts, an optimizer's work for each tensor."""
-    pcie_fraction: float
-    """Of the theoretical PCIe rate, by copies from and to pinned memory."""
-    host_bandwidth_bytes_per_s: float
-    """What the CPU's AdamW reaches of the host memory's bandwidth."""
-
-
-def reached_on(card: Card) -> Achievable:
-    """What kernels reach on a card. A CPU's rates were measured, so all of them is reached.
-
-    There is no queue on it: what an operator takes beyond its roofline is its dispatch and its autograd node, which
-    are measured together; nobody waits for anything.
-    """
-    if card.kind == "cuda":
-        return achievable()
-    return Achievable(
-        matmul_fp32_fraction=1.0,
-        matmul_tensor_core_fraction=1.0,
-        attention_fp32_fraction=1.0,
-        attention_half_fraction=1.0,
-        bandwidth_fraction=1.0,
-        kernel_us=card.operator_us or 0.0,
-        operator_us=0.0,
-        bare_operator_us=card.operator_us or 0.0,
-        pcie_fraction=1.0,
-        host_bandwidth_bytes_per_s=card.memory_bandwidth_bytes_per_s,
-    )
-
-
-@cache
-def achievable() -> Achievable:
-    """The shipped values."""
-    text = resources.files("planner.profiles").joinpath("timing.json").read_text(encoding="utf-8")
-    values = json.loads(text)["values"]
-    return Achievable(**{field.name: float(values[field.name]["value"]) for field in fields(Achievable)})
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -319,14 +263,26 @@ def step_time(
     operators = Operators.of(step.template.ops)
     tf32 = config.precision == "tf32" and "tf32" in card.dense_flops_per_s
     kernels = operators.kernel_seconds(*step.ops_at(shape), card, tf32=tf32, reached=reached)
-    one_pass = Pass.of(kernels, operators.launch_seconds(reached))
-    micro_batches = config.gradient_accumulation_steps
-    passes_s = _passes_seconds(one_pass, config, card, trainable_parameters, reached)
+    micro_batches, tensors = config.gradient_accumulation_steps, len(step.template.gradients)
+    launches, together_s = operators.launch_seconds(reached), 0.0
+    if config.gpus > 1:
+        link, gradients = card.link_bytes_per_s * reached.pcie_fraction, parameter_bytes(config) * trainable_parameters
+        moved_bytes = step.ops_at(shape)[1]
+        together_s = together_seconds(
+            config, step.template.ops, moved_bytes, (kernels, launches), gradient_bytes=gradients, bytes_per_s=link
+        )
+        tensors = len(trained_tensors(model.update))
+        if config.parallelism == "fsdp2":
+            trainable_parameters = -(-trainable_parameters // config.gpus)
+    one_pass = Pass.of(kernels, launches)
+    passes_s = _passes_seconds(one_pass, config, card, trainable_parameters, reached) + together_s
+    if model.contrast is not None:
+        passes_s += _contrast_seconds(model, step, shape, config, card, tf32=tf32, reached=reached)
     update_s = update_seconds(
         config,
         card,
         trainable_parameters=trainable_parameters,
-        trainable_tensors=len(step.template.gradients),
+        trainable_tensors=tensors,
         reached=reached,
         bytes_on_card=bytes_outside_layers(model.update) if config.offload == "parameters" else 0,
     )
@@ -335,8 +291,33 @@ def step_time(
         step_ms=step_s * 1e3,
         micro_batch_ms=passes_s / micro_batches * 1e3,
         update_ms=update_s * 1e3,
-        tokens_per_s=config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
+        tokens_per_s=config.gpus * config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
     )
+
+
+def _contrast_seconds(
+    model: MemoryModel,
+    step: StepModel,
+    shape: Shape,
+    config: TrainingConfig,
+    card: Card,
+    *,
+    tf32: bool,
+    reached: Achievable,
+) -> float:
+    """What gradient caching takes: every micro-batch forward once more, and the loss over all vectors."""
+    ops = step.template.ops
+    operators, forward = Operators.of(ops), np.array([not op.in_backward for op in ops], dtype=np.bool_)
+    kernels = operators.kernel_seconds(*step.ops_at(shape), card, tf32=tf32, reached=reached)
+    first_pass = Pass.of(kernels[forward], operators.launch_seconds(reached)[forward])
+    assert model.contrast is not None
+    ops = model.contrast.ops
+    operators = Operators.of(ops)
+    flops = np.array([op.flops for op in ops], dtype=np.int64)
+    moved = np.array([sum(op.moved_bytes) for op in ops], dtype=np.int64)
+    kernels = operators.kernel_seconds(flops, moved, card, tf32=tf32, reached=reached)
+    comparing = Pass.of(kernels, operators.launch_seconds(reached))
+    return first_pass.repeated(config.gradient_accumulation_steps) + comparing.alone_s
 
 
 def _passes_seconds(

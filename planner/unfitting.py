@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.config import LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
 from planner.hardware import all_cards, ceiling_bytes, typical_card
-from planner.levers.offload import conflict
+from planner.levers import conflict
 from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
@@ -72,10 +72,12 @@ def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Ite
         quantization = "nf4" if method == "qlora" else "none"
         changed = config.model_copy(
             update={"method": method, "quantization": quantization, "lora": LoraSettings(), "offload": "none"}
+            | ({"parallelism": "ddp"} if method == "qlora" and config.gpus > 1 else {})
         )
         if whole_run(simulator, changed).fits:
             yield f"would fit: --method {method}"
             break
+    yield from _more_cards(simulator, config)
     fused = config.model_copy(update={"loss": "fused-linear"})
     possible = request.loss is None and not simulator.recordings.fused_loss_obstacle
     if possible and whole_run(simulator, fused).fits:
@@ -93,6 +95,19 @@ def _remedies(request: PlanRequest, simulator: Simulator, closest: Trial) -> Ite
         yield f"would fit: --seq-len {seq_len}"
 
 
+def _more_cards(simulator: Simulator, config: TrainingConfig) -> Iterator[str]:
+    """The smallest doubling of several cards whose shards would be small enough."""
+    if config.parallelism != "fsdp2":
+        return
+    for gpus in (2 * config.gpus, 4 * config.gpus):
+        passes = max(1, config.effective_batch_size // (config.micro_batch_size * gpus))
+        batch = passes * config.micro_batch_size * gpus
+        changed = {"gpus": gpus, "gradient_accumulation_steps": passes, "effective_batch_size": batch}
+        if whole_run(simulator, config.model_copy(update=changed)).fits:
+            yield f"would fit: --gpus {gpus}"
+            return
+
+
 def _with_more_host_memory(simulator: Simulator, result: SearchResult) -> Iterator[str]:
     """The smallest configuration that only the host has no room for, if its card's memory is enough."""
     left_out = [t.config for t in result.trials if t.memory is None and not conflict(t.config)]
@@ -104,6 +119,5 @@ def _with_more_host_memory(simulator: Simulator, result: SearchResult) -> Iterat
 
 
 def _shortened(config: TrainingConfig, seq_len: int) -> TrainingConfig:
-    return config.model_copy(
-        update={"seq_len": seq_len, "max_tokens_per_micro_batch": config.micro_batch_size * seq_len}
-    )
+    tokens = config.max_tokens_per_micro_batch // config.seq_len * seq_len
+    return config.model_copy(update={"seq_len": seq_len, "max_tokens_per_micro_batch": tokens})

@@ -104,7 +104,10 @@ def epoch_of(simulator: Simulator, config: TrainingConfig) -> EpochPeak | None:
 
     def replay() -> EpochPeak:
         targets = simulator.workload.target_seq_len is not None
-        steps = epoch_steps(lengths.tokens, config, seed=simulator.seed, full_targets=targets)
+        sequences = simulator.workload.facts.sequences_per_sample
+        steps = epoch_steps(
+            lengths.tokens, config, seed=simulator.seed, full_targets=targets, sequences_per_sample=sequences
+        )
         return replay_epoch(simulator.model(config), steps, **limits)
 
     return cache.remembered("epochs", {**_key(simulator, config), "lengths": digest, **limits}, replay)

@@ -136,9 +136,9 @@ class Run:
         return [int(row["step"]) for row in self.log]
 
 
-def read_log(folder: Path) -> list[dict[str, float]]:
-    """Rows of an output folder's log.csv; none where there is no log yet."""
-    path = folder / "log.csv"
+def read_log(folder: Path, name: str = "log") -> list[dict[str, float]]:
+    """Rows of an output folder's log.csv (or eval.csv); none where there is no log yet."""
+    path = folder / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:

@@ -232,7 +232,7 @@ def choices(**context: Any) -> dict[tuple[str, str], Choice]:
 
 
 def test_what_is_only_for_cards_is_ruled_out_with_a_reason() -> None:
-    """Formats of tensor cores, offloading to where everything is already, kernels of CUDA packages."""
+    """Formats of tensor cores, offloading to where everything is already, kernels of CUDA packages, several cards."""
     found = {**choices(), **choices(method="qlora")}
     out = {key for key, choice in found.items() if not choice.valid}
     assert {
@@ -241,6 +241,7 @@ def test_what_is_only_for_cards_is_ruled_out_with_a_reason() -> None:
         *(("quantization", value) for value in ("nf4", "int8")),
         *(("optimizer", value) for value in ("adamw_8bit", "paged_adamw_8bit")),
         ("attention", "flash2"),
+        *(("parallelism", value) for value in ("ddp", "fsdp2")),
     } == out
     assert all(found[key].reason and not found[key].swept and not found[key].last_resort for key in out)
     assert "0.1 times fp32's rate" in found["precision", "bf16-amp"].reason

@@ -44,6 +44,8 @@ LEVERS: dict[str, dict[str, Any]] = {
     "activations": {"offload": "activations"},
     "activations-half": {"offload": "activations", "checkpointing": "every-2", "precision": "bf16-amp"},
     "eager": {"attention": "eager"},
+    "fsdp2": {"parallelism": "fsdp2", "gpus": 4, "gradient_accumulation_steps": 1},
+    "fsdp2-amp": {"parallelism": "fsdp2", "gpus": 4, "gradient_accumulation_steps": 1, "precision": "bf16-amp"},
     "lora": {"method": "lora", "lora": LORA, "precision": "bf16", "checkpointing": "full"},
     "qlora": {"method": "qlora", "quantization": "nf4", "lora": LORA, "precision": "bf16"},
     "int8": {"method": "qlora", "quantization": "int8", "lora": LORA, "precision": "bf16-amp", "checkpointing": "full"},
@@ -170,7 +172,7 @@ def test_scripts_are_formatted(rendered: Path) -> None:
 @pytest.mark.parametrize("task", EMITTED_TASKS)
 def test_plain_script_is_short(task: str) -> None:
     """A plan without levers gives a script that is read in one sitting."""
-    assert 760 > len(script(task).splitlines())
+    assert 900 > len(script(task).splitlines())
 
 
 ON_HOST = {"parameters", "parameters-amp", "parameters-bf16"}
@@ -190,10 +192,10 @@ MARKS = {
     "is_flash_attn_2_available": {"flash2"},
     'attn_implementation="flash_attention_2"': {"flash2"},
     "checkpoint_activations": {"full", "every-2", "lora", "int8", "qlora-amp", "activations-half"} | ON_HOST,
-    "GradientCheckpointingLayer": {"every-2", "qlora-amp", "activations-half"} | ON_HOST,
+    "GradientCheckpointingLayer": {"every-2", "qlora-amp", "activations-half", "fsdp2", "fsdp2-amp"} | ON_HOST,
     "HostAdamW": {"offload"} | ON_HOST,
     "fused=True": {"fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "full", "every-2", "offload", "eager"}
-    | {"lora", "qlora", "int8", "flash2", "master"}
+    | {"lora", "qlora", "int8", "flash2", "master", "fsdp2", "fsdp2-amp"}
     | ON_HOST
     | SAVED_ON_HOST,
     "foreach=True": {"foreach"},
@@ -202,8 +204,10 @@ MARKS = {
     "scaler": {"fp16-amp", "every-2", "offload", "qlora-amp"},
     "set_float32_matmul_precision": {"tf32"},
     'attn_implementation="eager"': {"eager"},
+    "fully_shard": {"fsdp2", "fsdp2-amp"},
+    "MixedPrecisionPolicy": {"fsdp2-amp"},
     "SEQ_LEN, 8)": set(LEVERS)
-    - {"fp32", "tf32", "full", "foreach", "adafactor", "sgd", "eager", "paged", "parameters", "activations"},
+    - {"fp32", "tf32", "full", "foreach", "adafactor", "sgd", "eager", "paged", "parameters", "activations", "fsdp2"},
 }
 
 
@@ -344,11 +348,14 @@ def test_what_was_asked_of_the_allocator_is_set_everywhere() -> None:
     assert "import platform" not in text
 
 
-def test_garbage_collection_gets_its_limit() -> None:
-    """The threshold is a share of ceiling less context: 8,350,000,000 - 450,000,000 bytes. Others set no limit."""
-    text = script_with(ALLOCATORS["collecting"])
+@pytest.mark.parametrize("settings", [*ALLOCATORS.values(), DEFAULT])
+def test_the_process_is_held_to_the_plan(settings: str) -> None:
+    """Ceiling less context, 8,350,000,000 - 450,000,000 bytes, also on a larger card; a CPU has no such limit."""
+    text = script_with(settings)
     assert "LIMIT_BYTES = 7900000000 " in text and "min(LIMIT_BYTES / memory, 0.999)" in text
-    assert "set_per_process_memory_fraction" not in script()
+    plan = make_plan()
+    plan["hardware"] = {"kind": "cpu", "name": "a CPU"}
+    assert "set_per_process_memory_fraction" not in render_training_files(plan)["train.py"]
 
 
 def test_remote_code_is_allowed_only_on_request() -> None:

@@ -152,12 +152,14 @@ def test_gradients_do_not_depend_on_the_cuts(
     data: Any,
     tmp_path: Path,
     capfd: Any,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """1 x 32, about 4 x 8 and 32 x 1 sequences, and a step in which memory ran out: equal to float rounding."""
     model, path = tiny(MODELS.get(task, "bert")), data(task)
     loss, expected, _ = gradients(task, model, path, tmp_path / "whole", budget=10**6)
-    for budget, fail_at in ((8 * 32, 0), (1, 0), (8 * 32, 2)):
+    for name, budget, fail_at in (("4 x 8", 8 * 32, 0), ("32 x 1", 1, 0), ("split within the step", 8 * 32, 2)):
         other, got, left = gradients(task, model, path, tmp_path / "parts", budget=budget, fail_at=fail_at)
+        record_property(name, difference(got, expected))  # benchmarks/gradient_agreement.py makes a table of these
         assert pytest.approx(loss, rel=1e-5) == other
         assert 1e-4 > difference(got, expected)
         assert (left < budget) == bool(fail_at)

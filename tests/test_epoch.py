@@ -184,8 +184,8 @@ def test_assumed_lengths_spread_evenly_and_hold_the_longest() -> None:
 
 def test_longer_texts_are_cut_or_become_pieces() -> None:
     """As the task's script has it; the plan says how many they are."""
-    assert (10, 64, 64) == given_lengths([10, 64, 150], seq_len=64, pieces=False).tokens
-    pieces = given_lengths([10, 64, 150], seq_len=64, pieces=True)
+    assert (10, 64, 64) == given_lengths([10, 64, 150], seq_len=64, long_texts="truncate").tokens
+    pieces = given_lengths([10, 64, 150], seq_len=64, long_texts="segment")
     assert (10, 64, 64, 64, 22) == pieces.tokens
     assert "3 texts, 1 of them longer than 64 tokens" in pieces.reason
 
@@ -233,7 +233,7 @@ def simulator(ceiling_bytes: int, lengths: Lengths | None = None) -> Simulator:
 
 def test_the_users_own_lengths_are_replayed() -> None:
     """Short texts in large batches; the plan's seed is the order's."""
-    lengths = given_lengths([16, 32, 48, 64] * 20, seq_len=64, pieces=False)
+    lengths = given_lengths([16, 32, 48, 64] * 20, seq_len=64, long_texts="truncate")
     epoch = epoch_of(simulator(2**33, lengths), config())
     assert epoch is not None
     assert epoch.whole

@@ -139,7 +139,7 @@ def real_loss(workload: Workload, config: TrainingConfig) -> tuple[float, nn.Mod
     low = autocast_dtype(config.precision)
     with torch.autocast("cpu", dtype=low) if low else nullcontext():
         logits = model(**batch)["logits"]
-    loss = loss_of_outputs(model, logits, labels, items=labels.numel())
+    loss = loss_of_outputs(model, "cross-entropy")(logits, labels, labels.numel())
     loss.backward()
     return loss.item(), model
 
@@ -152,7 +152,7 @@ def real_step(index: int, field: str, value: str) -> tuple[float, nn.Module]:
 
 def applicable(lever: Lever, index: int) -> Iterator[str]:
     """Values that change a real step on the CPU; the stand-ins for quantized layers and flash_attn compute nothing."""
-    if lever.field == "loss" and WORKLOADS[index].task.endswith("classification"):
+    if lever.field == "loss" and WORKLOADS[index].facts.new_head:
         return
     if lever.field not in ("micro_batch_size", "optimizer"):
         yield from (value for value in values_of(lever) if value not in ("nf4", "int8", "qlora", "flash2"))

@@ -229,7 +229,7 @@ def test_a_limit_left_to_the_class_default_is_still_found(tmp_path):
     [
         ("bert-base-uncased", "sequence-classification"),
         ("microsoft/deberta-v3-base", "sequence-classification"),
-        ("BAAI/bge-reranker-v2-m3", "sequence-classification"),
+        ("BAAI/bge-reranker-v2-m3", "reranking"),
         ("BAAI/bge-m3", "sequence-classification"),
         ("google/electra-base-discriminator", "sequence-classification"),
         ("allenai/longformer-base-4096", "sequence-classification"),
@@ -282,7 +282,6 @@ LEFT_OUT = {
     # These decoders are encoders asked to look at one side only; nobody trains them so.
     "causal-lm": ("encoder", "seq2seq", "speech"),
     "masked-lm": ("seq2seq",),
-    "embedding": ("speech",),
 }
 
 

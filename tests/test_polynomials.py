@@ -28,11 +28,12 @@ def values_at(shapes: list[tuple[int, int]], coefficients: np.ndarray) -> np.nda
 
 
 def test_monomials_of_a_shape() -> None:
-    """1, b, s, bs, s^2, bs^2, then the same with the length rounded up to 16, 32, 64 and 128."""
+    """1, b, s, bs, s^2, bs^2, then the same with the length rounded up to 16, 32, 64 and 128, and b^2."""
     values = monomials((3, 100)).tolist()
     assert [1, 3, 100, 300, 10_000, 30_000] == values[:N_PLAIN]
     assert [112, 336, 11_200, 33_600] == values[6:10]
-    assert [128, 384, 12_800, 38_400] == values[10:14] == values[14:18] == values[18:]
+    assert [128, 384, 12_800, 38_400] == values[10:14] == values[14:18] == values[18:22]
+    assert [9] == values[22:]
     assert N_MONOMIALS == len(values)
 
 

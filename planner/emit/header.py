@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planner.emit.processes import launch_commands
 from planner.request import PlanRequest
 from planner.units import format_bytes
 
@@ -17,13 +18,15 @@ WIDTH = 107
 def header_lines(plan: Mapping[str, Any]) -> list[str]:
     """Lines of text (no comment signs): the commands, the predicted memory and time, the choice and its reasons."""
     on_cpu = plan["hardware"].get("kind") == "cpu"
+    with_settings, without = launch_commands(plan["config"], on_cpu=on_cpu)
     facts = [
         ("made by", plan_command(plan["request"])),
-        ("run by", "accelerate launch --config_file accelerate.yaml train.py --data FILE"),
-        ("or", f"{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}python train.py --data FILE"),
+        ("run by", with_settings),
+        ("or", without),
         ("memory", _memory(plan["memory"], plan["hardware"], plan["time"])),
         ("", _memory_parts(plan["memory"], on_cpu=on_cpu)),
         ("time", _time(plan["time"])),
+        *([("data", _data(data))] if (data := plan["workload"].get("data")) else []),
     ]
     return [line for name, text in facts for line in _entry(name, text)]
 
@@ -68,6 +71,12 @@ def _memory_parts(memory: Mapping[str, Any], *, on_cpu: bool) -> str:
     if on_cpu:
         return f"{reserved} for tensors, {context} for Python and its libraries, {margin} margin"
     return f"{reserved} reserved by PyTorch, {context} CUDA context, {margin} margin"
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    cut, steps = data["cut"], data["steps_per_epoch"]
+    epoch = "" if steps is None else f"; an epoch has {steps:,} steps"
+    return f"{data['source']}, {cut['texts_share']:.1%} of its texts longer than {cut['seq_len']} tokens{epoch}"
 
 
 def _time(time: Mapping[str, Any]) -> str:

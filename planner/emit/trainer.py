@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.config import TrainingConfig
 from planner.errors import InputError, Problem
+from planner.tasks import TASK_FACTS
 
 if TYPE_CHECKING:
     import transformers
@@ -29,11 +30,16 @@ def training_arguments(config: TrainingConfig, *, task: str, **changes: Any) -> 
     """``TrainingArguments`` that train this configuration. Raises InputError for what the Trainer can't do."""
     import transformers
 
-    problems = list(_unsupported(config))
+    problems = list(unsupported(config))
     if problems:
         raise InputError(problems)
+    return transformers.TrainingArguments(**{**plain_arguments(config, task=task), **changes})
+
+
+def plain_arguments(config: TrainingConfig, *, task: str) -> dict[str, Any]:
+    """The same as plain values; None where the Trainer's default holds."""
     amp = mixed_precision(config.precision)
-    arguments: dict[str, Any] = {
+    return {
         "per_device_train_batch_size": config.micro_batch_size,
         "per_device_eval_batch_size": config.micro_batch_size,
         **_evaluation(task),
@@ -46,7 +52,6 @@ def training_arguments(config: TrainingConfig, *, task: str, **changes: Any) -> 
         "optim": _OPTIMIZERS[config.optimizer],
         "train_sampling_strategy": "group_by_length",
     }
-    return transformers.TrainingArguments(**{**arguments, **changes})
 
 
 def _evaluation(task: str) -> dict[str, Any]:
@@ -55,16 +60,22 @@ def _evaluation(task: str) -> dict[str, Any]:
     With a class a label they go to the host batch by batch; with an entry for every word of the vocabulary they would
     fill the host instead, so only the loss is kept.
     """
-    if task.endswith("classification"):
+    if TASK_FACTS[task].new_head:
         return {"eval_accumulation_steps": 1}
     return {"prediction_loss_only": True}
 
 
-def _unsupported(config: TrainingConfig) -> list[Problem]:
+def unsupported(config: TrainingConfig) -> list[Problem]:
+    """What of a configuration the Trainer can't do."""
     problems = []
     if config.offload != "none":
         message = f"got {config.offload!r}; the Trainer has no such offload without DeepSpeed; use the emitted train.py"
         problems.append(Problem(argument="offload", message=message))
+    if config.parallelism == "fsdp2":
+        message = (
+            "got 'fsdp2'; its arguments hold no FSDP2 settings: launch the emitted train.py, or export to deepspeed"
+        )
+        problems.append(Problem(argument="parallelism", message=message))
     if config.loss != "standard":
         message = f"got {config.loss!r}; accepted for the Trainer: standard; use the emitted train.py"
         problems.append(Problem(argument="loss", message=message))

@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
 from planner.emit.header import header_lines, memory_line
+from planner.emit.processes import sharding_clash
 from planner.emit.tasks import TASK_WORDS, TaskWords, learning_rate
 from planner.errors import InputError, Problem
 from planner.levers.offload import ON_HOST, clash
 from planner.levers.precision import WEIGHT_DTYPES, has_masters
 from planner.measure.environment import MMAP_THRESHOLD_BYTES
-from planner.tasks import TASK_FACTS
+from planner.tasks import TASK_FACTS, TaskFacts
 
 EMITTED_TASKS = tuple(TASK_WORDS)
 """Tasks that a training script can be written for."""
@@ -63,6 +64,11 @@ def render_training_files(plan: Mapping[str, Any]) -> dict[str, str]:
     return {file: templates.get_template(f"{file}.j2").render(context) for file in ("train.py", "accelerate.yaml")}
 
 
+def template(name: str) -> Template:
+    """One of the templates."""
+    return _environment().get_template(name)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -74,6 +80,7 @@ def _environment() -> Environment:
         autoescape=False,
     )
     environment.filters["literal"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["python"] = repr
     environment.globals["source"] = _source
     return environment
 
@@ -99,7 +106,7 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "names": facts.has_classes,
         "embeds": facts.loss == "contrastive",
         "loss_name": _LOSSES[facts.loss],
-        "text_columns": facts.usual_text_columns,
+        "text_columns": _text_columns(facts, segments=long_texts == "segment"),
         "label_columns": facts.usual_label_columns,
         "given_columns": {name: request.get(name) for name in ("text_column", "label_column")},
         "segments": long_texts == "segment",
@@ -127,6 +134,8 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "offload": config["offload"] in ON_HOST,
         "layers_on_host": config["offload"] == "parameters",
         "saved_on_host": config["offload"] == "activations",
+        "gpus": config.get("gpus") or 1,
+        "sharded": config.get("parallelism") == "fsdp2",
         "lora": config["method"] != "full",
         "qlora": config["method"] == "qlora",
         "unquantized": list(words.new_modules),
@@ -139,6 +148,12 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _text_columns(facts: TaskFacts, *, segments: bool) -> tuple[tuple[str, ...], ...]:
+    """A pair of texts with a label isn't cut into segments: a script that cuts looks for single columns."""
+    single = segments and facts.new_head
+    return tuple(names for names in facts.usual_text_columns if not single or len(names) == 1)
+
+
 def _check(task: str, config: Mapping[str, Any]) -> None:
     if task not in TASK_FACTS:
         message = f"got {task!r}; accepted for a training script: {', '.join(TASK_FACTS)}"
@@ -147,6 +162,9 @@ def _check(task: str, config: Mapping[str, Any]) -> None:
     if config.get("loss") == "fused-linear" and (facts.new_head or facts.loss == "contrastive"):
         message = f"got 'fused-linear' with task {task}; accepted with it: standard"
         raise InputError([Problem(argument="loss", message=message)])
+    shared = sharding_clash(config)
+    if shared:
+        raise InputError([Problem(argument="parallelism", message=f"got 'fsdp2': {shared}")])
     others = {name: config[name] for name in ("optimizer", "checkpointing", "method", "precision")}
     reason = clash(config["offload"], **others)
     if reason:

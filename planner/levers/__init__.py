@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.config import TrainingConfig
-from planner.levers import attention, offload
+from planner.levers import attention, offload, parallelism
 from planner.levers.adapters import AdaptersLever
 from planner.levers.attention import AttentionLever
 from planner.levers.base import Choice, Context, Lever
@@ -12,6 +12,7 @@ from planner.levers.checkpointing import CheckpointingLever
 from planner.levers.loss import LossLever
 from planner.levers.offload import OffloadLever
 from planner.levers.optimizer import OptimizerLever
+from planner.levers.parallelism import ParallelismLever
 from planner.levers.precision import PrecisionLever
 from planner.levers.quantization import QuantizationLever
 
@@ -24,6 +25,7 @@ LEVERS: tuple[Lever, ...] = (
     LossLever(),
     OptimizerLever(),
     OffloadLever(),
+    ParallelismLever(),
     BatchingLever(),
 )
 """In the order in which they change a model: weights, kernels, base, adapters, recomputation, loss, update, batch."""
@@ -31,7 +33,11 @@ LEVERS: tuple[Lever, ...] = (
 
 def conflict(config: TrainingConfig) -> str | None:
     """Why a configuration's values don't go together, or None."""
-    return offload.conflict(config) or attention.conflict(config.attention, config.precision)
+    return (
+        offload.conflict(config)
+        or parallelism.conflict(config)
+        or attention.conflict(config.attention, config.precision)
+    )
 
 
 __all__ = ["LEVERS", "Choice", "Context", "Lever", "conflict"]

@@ -78,5 +78,6 @@ def _peft_task(model: nn.Module) -> str | None:
         "ForConditionalGeneration": "SEQ_2_SEQ_LM",
         "ForCausalLM": "CAUSAL_LM",
         "LMHeadModel": "CAUSAL_LM",
+        "Model": "FEATURE_EXTRACTION",
     }
     return next((task for ending, task in endings.items() if name.endswith(ending)), None)

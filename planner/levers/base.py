@@ -26,6 +26,8 @@ class Context:
     """full, lora or qlora: the rung of the ladder that is being searched."""
     effective_batch_size: int
     """Sequences for each optimizer step."""
+    gpus: int = 1
+    """Cards that train together."""
     max_micro_batch_size: int
     """The largest micro-batch worth looking at."""
     layers: int
@@ -36,6 +38,8 @@ class Context:
     """Whether transformers has activation checkpointing for the model."""
     fused_loss_obstacle: str = ""
     """Why the loss can't take over the model's output layer, one clause; empty where it can."""
+    sequences_per_sample: int = 1
+    """Sequences of a sample that are encoded apart."""
     flash2_obstacle: str = ""
     """Why the model can't run on the flash_attn package, one clause; empty where it can."""
 

@@ -34,7 +34,7 @@ from planner.measure.protocol import (
     TrialSpec,
 )
 from planner.recording.record import ACTIVATIONS, TEMPORARIES
-from planner.step import build_model, run_micro_batch
+from planner.step import Compared, build_model, contrast, first_pass, run_micro_batch
 from planner.units import format_bytes
 from planner.workload import Workload, model_class
 
@@ -129,6 +129,9 @@ class _Trial:
         self.spec, self.config, self.workload = spec, spec.config, spec.workload
         self.backend, self._tell, self._found, self._started = backend, tell, found, started
         self._losses: list[Tensor] = []
+        contrastive = self.workload.facts.loss == "contrastive"
+        self._compares = contrastive and self.config.gradient_accumulation_steps > 1
+        self._compared: Compared | None = None
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 
@@ -170,20 +173,28 @@ class _Trial:
 
     def _host_batch(self, micro_batch_size: int, seq_len: int) -> Batch:
         batch = self.workload.make_batch(micro_batch_size, seq_len, device="cpu", seed=self.spec.seed)
+        if "labels" not in batch:
+            return batch, 1
         items = int((batch["labels"] != -100).sum()) * self.config.gradient_accumulation_steps
         return batch, max(1, items)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
+    def _compare(self, watcher: Any) -> None:
+        """What a step begins with where its loss compares all its samples."""
+        rows = self.config.micro_batch_size * self.workload.facts.sequences_per_sample
+        shape = (self.config.gradient_accumulation_steps, rows, self.workload.vector_size)
+        self._compared = contrast(shape, self.backend.device, watcher)
+
     def _micro_batch(self, watcher: Any, batch: Batch | None = None) -> None:
         tensors, items = batch or self._batch
+        arguments = self.model, partial(_arrive, tensors, self.backend.device), watcher, self._autocasting
         run_micro_batch(
-            self.model,
-            partial(_arrive, tensors, self.backend.device),
-            watcher,
-            self._autocasting,
+            *arguments,
+            loss=self.workload.facts.loss,
             backward=self._backward,
             items=items,
+            cached=first_pass(*arguments, self._compared) if self._compared is not None else None,
         )
 
     @property
@@ -226,6 +237,9 @@ class _Trial:
 
     def _end_step(self) -> bool:
         """The update, and the loss that must be a number."""
+        if self._compared is not None:
+            self._losses.append(self._compared.loss / self.config.gradient_accumulation_steps)
+            self._compared = None
         updated = self._update()
         loss = self._found["loss"] = self._losses[-1].item() * self.config.gradient_accumulation_steps
         self._losses.clear()
@@ -253,6 +267,10 @@ class _Trial:
 
     def _warm_step(self, name: str, evidence: Evidence, micro_batches: int) -> None:
         for _ in range(MAX_WARM_UPS):
+            with self.backend.recording():
+                evidence.begin(name)
+                if self._compares:
+                    self._compare(evidence)
             for _ in range(micro_batches):
                 self._tell(name)
                 with self.backend.recording():
@@ -272,15 +290,18 @@ class _Trial:
         self.backend.synchronize()
         gc.collect()
         config, passes = self.config, _Passes(self.backend, self.spec.timed_s)
-        updates = _Passes(self.backend, 0.0)
+        updates, beginnings = _Passes(self.backend, 0.0), _Passes(self.backend, 0.0)
         with self.backend.phase("steady_step"):
             while passes.wanted:
+                if self._compares:
+                    beginnings.time(partial(self._compare, _Unwatched()))
                 for _ in range(min(3, config.gradient_accumulation_steps)):  # the first makes gradients, others add
                     self._tell("timed")
                     passes.time(partial(self._micro_batch, _Unwatched()))
                 updates.time(self._end_step)
         self._found |= {"micro_batch_ms": passes.ms, "update_ms": updates.ms}
         step_ms = config.gradient_accumulation_steps * median(passes.ms) + median(updates.ms)
+        step_ms += median(beginnings.ms or (0.0,))
         tokens = config.micro_batch_size * config.gradient_accumulation_steps
         tokens *= self.workload.tokens_per_sequence(config.seq_len)
         self._found |= {"step_ms": step_ms, "tokens_per_s": 1000 * tokens / step_ms}
@@ -297,7 +318,8 @@ class _Trial:
         seq_len = self.spec.typical_seq_len
         if seq_len is None:
             return
-        rows = max(1, min(self.config.effective_batch_size, self.config.max_tokens_per_micro_batch // seq_len))
+        tokens = seq_len * self.workload.facts.sequences_per_sample
+        rows = max(1, min(self.config.effective_batch_size, self.config.max_tokens_per_micro_batch // tokens))
         if (rows, seq_len) == (self.config.micro_batch_size, self.config.seq_len):
             self._found["typical_micro_batch_ms"] = self._found["micro_batch_ms"]
             return
@@ -307,10 +329,14 @@ class _Trial:
             watcher = Evidence(self.model, (), self.config, self.backend.recorder)
             with self.backend.recording():  # this pass is also the shape's warm-up
                 watcher.begin("typical")
+                if self._compares:
+                    self._compare(watcher)
                 self._micro_batch(watcher, batch)
             self._end_step()
             while passes.wanted:
                 self._tell("typical")
+                if self._compares:
+                    self._compare(_Unwatched())
                 passes.time(partial(self._micro_batch, _Unwatched(), batch))
                 self._end_step()
         self._found["typical_micro_batch_ms"] = passes.ms

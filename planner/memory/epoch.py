@@ -8,6 +8,7 @@ that are too small.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,20 +49,27 @@ class EpochPeak:
 
 
 def epoch_steps(
-    lengths: Sequence[int], config: TrainingConfig, *, seed: int, full_targets: bool = False
+    lengths: Sequence[int],
+    config: TrainingConfig,
+    *,
+    seed: int,
+    full_targets: bool = False,
+    sequences_per_sample: int = 1,
 ) -> Iterator[list[Shape]]:
     """The shapes of each optimizer step's micro-batches, as the emitted script makes them in its first epoch.
 
     ``lengths`` in tokens, in the data's order. With ``full_targets`` every sample has a target of the greatest
     length, and so counts as much against the token budget as the longest text. Of several cards, the first one's.
+    Sequences of a sample that are encoded apart go into micro-batches one by one, each as long as the longest of them.
     """
     multiple = 1 if config.precision in ("fp32", "tf32") else 8
     widths = [batching.padded(tokens, config.seq_len, multiple) for tokens in lengths]
     counted = [config.seq_len] * len(widths) if full_targets else widths
-    for step in batching.epoch_steps(counted, config.effective_batch_size, seed, 0):
+    for samples in batching.epoch_steps(counted, config.effective_batch_size, seed, 0):
+        step = [i for i in samples for _ in range(sequences_per_sample)]
         rows = [counted[i] for i in step]
         dealt = batching.micro_batches(rows, config.max_tokens_per_micro_batch, config.gpus)
-        yield [(len(mine), max(widths[step[i]] for i in mine)) for mine, *_ in dealt]
+        yield [(math.ceil(len(mine) / sequences_per_sample), max(widths[step[i]] for i in mine)) for mine, *_ in dealt]
 
 
 def replay_epoch(
@@ -116,7 +124,10 @@ class _Run:
         """Replay the micro-batches of one optimizer step and its update; whether the reserved peak rose."""
         before = self.allocator.peak_reserved_bytes
         builder = self._begin(shapes[0])
-        sizes = [self._kept_sizes]
+        sizes, compared, contrast = [self._kept_sizes], None, self.model.contrast
+        if contrast is not None:
+            compared = builder.place_contrast(contrast, 0)
+            sizes.append(np.array(contrast.sizes[1:], dtype=np.int64))
         for index, shape in enumerate(shapes):
             step = self.model.step(shape).template
             events = self._pass_events(step, first=index == 0)
@@ -124,6 +135,8 @@ class _Run:
             sizes.append(self.model.row_sizes(shape)[self._persistent + 1 : len(step.sizes)])
             if index == 0:
                 gradients = gradient_blocks(step) + offset
+        if compared is not None:
+            builder.add("compared", -compared, np.zeros(0, dtype=np.int64))
         update = self.model.update
         builder.place_update("first_update" if self._first else "later_update", update, 0)
         sizes.append(np.array(update.sizes, dtype=np.int64)[builder.rows[-1]])

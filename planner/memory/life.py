@@ -52,12 +52,12 @@ def replay_life(model: MemoryModel, shape: Shape, *, accumulate: bool) -> Life:
     step, update, evaluation = model.step(shape).template, model.update, model.evaluation(shape)
     recordings: list[Recording] = [evaluation] if evaluation else []
     rows = model.row_sizes(shape, *recordings)
-    kinds = categories(step, update, *recordings)
+    kinds = categories(step, *model.constant_recordings, *recordings)
     phases: dict[str, PhasePeak] = {}
     best, breakdown = -1, {}
     for program in (
-        build(step, update, accumulate=accumulate, evaluation=evaluation),
-        resumed(step, update, accumulate=accumulate),
+        build(step, update, accumulate=accumulate, evaluation=evaluation, contrast=model.contrast),
+        resumed(step, update, accumulate=accumulate, contrast=model.contrast),
     ):
         sizes: Int64s = rows[program.rows]
         for name, start, peak, top in _replay(model, program, sizes):

@@ -47,15 +47,30 @@ class Variant(NamedTuple):
         """The variant that a shape belongs to."""
         return cls(shape[0] == 1, shape[1] % 16 == 0)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, limit: int | None = None) -> tuple[Shape, ...]:
         """Small shapes to record: three that tell every monomial from every other, then more for sums.
 
         Lengths of multiples of 40 and batches of multiples of 5, so that fractions of the token count in kernels'
-        workspaces are whole numbers (also for a target sequence, whose length doesn't change).
+        workspaces are whole numbers (also for a target sequence, whose length doesn't change). A model with a
+        ``limit`` of fewer positions has shorter ones, of multiples of 8 with batches of multiples of 20, which tell
+        apart what differs at lengths up to there; none where it has very few.
         """
-        lengths = (80, 240, 400, 160, 320, 80, 240, 400) if self.aligned else (40, 120, 200, 360, 280, 120, 40, 200)
+        longest = next((longest for longest in _LENGTHS if limit is None or longest <= limit), None)
+        if longest is None:
+            return ()
+        lengths = _LENGTHS[longest][not self.aligned]
         batches = (1,) * 8 if self.single else (10, 15, 20, 15, 10, 30, 25, 35)
-        return tuple(zip(batches, lengths, strict=True))
+        scale = 1 if longest >= 240 or self.single else 4
+        return tuple((scale * batch, length) for batch, length in zip(batches, lengths, strict=True))
+
+
+_LENGTHS = {
+    400: ((80, 240, 400, 160, 320, 80, 240, 400), (40, 120, 200, 360, 280, 120, 40, 200)),
+    240: ((80, 240, 160, 80, 240, 160, 80, 240), (40, 120, 200, 168, 88, 120, 40, 200)),
+    112: ((16, 48, 80, 112, 64, 16, 48, 80), (8, 40, 104, 72, 24, 40, 8, 104)),
+    48: ((16, 32, 48, 16, 32, 48, 16, 32), (8, 24, 40, 8, 24, 40, 8, 24)),
+}
+"""Positions that a model must have, to lengths that are recorded: multiples of 16, and others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +178,7 @@ class MemoryModel:
 
     ``step`` gives the step's model for a Variant, when one is first asked for; None when its sizes follow no
     polynomial: then ``exact`` records each shape that is asked for. ``evaluation`` records a pass without gradients.
+    ``contrast`` is what comes before each step's micro-batches, and lasts until their end.
     """
 
     def __init__(
@@ -173,10 +189,12 @@ class MemoryModel:
         cublas_workspace_bytes: int,
         exact: Record | None = None,
         evaluation: Record | None = None,
+        contrast: Recording | None = None,
         settings: AllocatorSettings | HostSettings | None = None,
     ) -> None:
         self._step = lru_cache(maxsize=4)(step)
         self._evaluation = evaluation
+        self.contrast = contrast
         self._exact = lru_cache(maxsize=64)(lambda shape: constant_step(_required(exact)(shape)))
         self.update = update
         self._workspace_bytes = cublas_workspace_bytes
@@ -196,7 +214,7 @@ class MemoryModel:
     def _build_program(self, key: Variant | Shape, accumulate: bool) -> Program:
         step = self._step(key) if isinstance(key, Variant) else self._exact(key)
         assert step is not None
-        return build(step.template, self.update, accumulate=accumulate)
+        return build(step.template, self.update, accumulate=accumulate, contrast=self.contrast)
 
     def program(self, shape: Shape, *, accumulate: bool) -> Program:
         """The run's stream of events."""
@@ -208,12 +226,17 @@ class MemoryModel:
         return sizes
 
     def row_sizes(self, shape: Shape, *others: Recording) -> Int64s:
-        """Bytes of every row that a program at a shape names: the step's, the update's, and those of ``others``."""
+        """Bytes of every row that a program at a shape names: the step's, the update's, the contrast's, ``others``'."""
         model = self.step(shape)
-        recordings = [self.update, *others]
+        recordings = [*self.constant_recordings, *others]
         rows = np.concatenate([model.sizes_at(shape), *(np.array(r.sizes, dtype=np.int64) for r in recordings)])
         rows[categories(model.template, *recordings) == WORKSPACE] = self._workspace_bytes
         return rows
+
+    @property
+    def constant_recordings(self) -> list[Recording]:
+        """Those whose sizes don't depend on the shape, in the order of a program's rows."""
+        return [self.update, *([self.contrast] if self.contrast else [])]
 
     def evaluation(self, shape: Shape) -> Recording | None:
         """A pass of an evaluation at this shape, when the model was told how to record one."""
@@ -238,7 +261,9 @@ class MemoryModel:
         return Peak(
             allocated_bytes=allocator.peak_allocated_bytes,
             reserved_bytes=allocator.peak_reserved_bytes,
-            breakdown=self.live_by_category(program, sizes, categories(self.step(shape).template, self.update), top),
+            breakdown=self.live_by_category(
+                program, sizes, categories(self.step(shape).template, *self.constant_recordings), top
+            ),
             phase=[name for name, start in program.marks if start <= top][-1],
         )
 

@@ -8,6 +8,7 @@ sum of several monomials is solved for from more recordings, in rational arithme
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ Shape = tuple[int, int]
 
 
 def monomials(shape: Shape) -> Int64s:
-    """The values of every monomial at one shape: the six plain ones, then those with a rounded length.
+    """The values of every monomial at one shape: the six plain ones, those with a rounded length, and b * b, which is
+    what a loss that compares samples needs.
 
     Attention kernels round rows: 16 (mask rows of the memory-efficient kernel), 32 (its log-sum-exp), 64 (its
     backward tiles), 128 (flash attention's backward accumulators).
@@ -32,10 +34,12 @@ def monomials(shape: Shape) -> Int64s:
     for multiple in (16, 32, 64, 128):
         rounded = round_up(s, multiple)
         values += [rounded, b * rounded, s * rounded, b * s * rounded]
-    return np.array(values, dtype=np.int64)
+    return np.array([*values, b * b], dtype=np.int64)
 
 
 N_PLAIN = 6
+LARGEST_DENOMINATOR = 16
+"""Of fractions that are looked for."""
 N_MONOMIALS = len(monomials((1, 1)))
 
 
@@ -71,13 +75,16 @@ def fit(shapes: Sequence[Shape], values: Int64s) -> Polynomials:
     """Polynomials that equal ``values`` [shapes, rows] at every shape.
 
     At least three shapes; with seven or more, rows that are sums of the six plain monomials are solved for as well
-    (six shapes determine them, the others check). Raises NotPolynomialError.
+    (six shapes determine them, the others check), and those that are fractions of one, rounded up. Raises
+    NotPolynomialError.
     """
     numerators, denominators, left = _fit_single(shapes, values)
     if len(left):
         if len(shapes) <= N_PLAIN:
             raise NotPolynomialError(left)
-        numerators[left], denominators[left] = _fit_sums(shapes, values[:, left], left)
+        numerators[left], wrong = _fit_sums(shapes, values[:, left])
+        left = left[wrong]
+        numerators[left], denominators[left] = _fit_fractions(shapes, values[:, left], left)
     return Polynomials(numerators, denominators)
 
 
@@ -99,8 +106,9 @@ def _fit_single(shapes: Sequence[Shape], values: Int64s) -> tuple[Int64s, Int64s
     return numerators, denominators, open_rows
 
 
-def _fit_sums(shapes: Sequence[Shape], values: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
-    """Sums of plain monomials with integer coefficients, solved at six shapes and checked at all.
+def _fit_sums(shapes: Sequence[Shape], values: Int64s) -> tuple[Int64s, Int64s]:
+    """Sums of plain monomials with integer coefficients, solved at six shapes and checked at all; and the rows that
+    are none.
 
     The solution in floating point is rounded to integers and then verified in integers, so it is exact or refused.
     """
@@ -109,8 +117,28 @@ def _fit_sums(shapes: Sequence[Shape], values: Int64s, rows: Int64s) -> tuple[In
     solution, *_ = np.linalg.lstsq(at.astype(np.float64), values.astype(np.float64), rcond=None)
     coefficients = np.rint(solution).astype(np.int64)
     wrong = np.flatnonzero(np.any(at @ coefficients != values, axis=0))
-    if len(wrong):
-        raise NotPolynomialError(rows[wrong])
-    numerators = np.zeros((len(rows), N_MONOMIALS), dtype=np.int64)
+    numerators = np.zeros((values.shape[1], N_MONOMIALS), dtype=np.int64)
     numerators[:, columns] = coefficients.T
-    return numerators, np.ones(len(rows), dtype=np.int64)
+    return numerators, wrong
+
+
+def _fit_fractions(shapes: Sequence[Shape], values: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
+    """One monomial times a fraction with a small denominator, rounded up: workspaces of short sequences.
+
+    The largest value is nearest to the fraction; all are checked. Raises NotPolynomialError.
+    """
+    at = np.stack([monomials(shape) for shape in shapes])
+    numerators = np.zeros((len(rows), N_MONOMIALS), dtype=np.int64)
+    denominators = np.ones(len(rows), dtype=np.int64)
+    open_rows = np.arange(len(rows))
+    for denominator, column in itertools.product(range(2, LARGEST_DENOMINATOR + 1), range(N_MONOMIALS)):
+        largest = int(np.argmax(at[:, column]))
+        numerator = values[largest, open_rows] * denominator // at[largest, column]
+        fits = -(-numerator * at[:, column, None] // denominator) == values[:, open_rows]
+        found = open_rows[fits.all(axis=0)]
+        numerators[found, column] = numerator[fits.all(axis=0)]
+        denominators[found] = denominator
+        open_rows = np.setdiff1d(open_rows, found, assume_unique=True)
+    if len(open_rows):
+        raise NotPolynomialError(rows[open_rows])
+    return numerators, denominators

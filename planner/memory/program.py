@@ -2,6 +2,7 @@
 
     load | first micro-batch, further micro-batches, first update, gradients dropped | ... later update ... | evaluation
 
+Where a step's micro-batches are compared with each other, that comes before the first one (its ``contrast``).
 The first micro-batch of an optimizer step creates the gradients; further ones add into them and drop their own. The
 first update creates the optimizer's state. So two optimizer steps with at most two micro-batches each go through
 every state that a longer run of one shape goes through. A resumed run has its state before its first gradients.
@@ -29,8 +30,8 @@ class Program:
     events: Int64s
     """Signed block numbers: ``+k`` allocates, ``-k`` frees."""
     rows: Int64s
-    """For each block, its row: of the step recording, after its last row of the update recording, and after that
-    one's last row of the evaluation's recording."""
+    """For each block, its row: of the step recording, after its last row of the update recording, after that one's
+    last row of the contrast's recording if there is one, and then of the evaluation's."""
     marks: tuple[tuple[str, int], ...]
     """Parts of the loop and the index of their first event."""
     phases: tuple[tuple[str, int], ...]
@@ -87,28 +88,43 @@ class Builder:
         shifted = events + np.sign(events) * (self.blocks + 1 - lowest)
         self.add(phase, shifted, first_row + np.arange(lowest, lowest + len(blocks)))
 
+    def place_contrast(self, contrast: Recording, first_row: int) -> Int64s:
+        """Append what comes before a step's micro-batches; returns its blocks that are still there."""
+        kept = [event for event in contrast.events if contrast.categories[abs(event)] != WORKSPACE]
+        events = np.array(kept, dtype=np.int64)
+        shifted = events + np.sign(events) * self.blocks
+        self.add("contrast", shifted, first_row + np.arange(1, len(contrast.sizes)))
+        return np.setdiff1d(shifted[shifted > 0], -shifted[shifted < 0])
+
     def program(self) -> Program:
         """Everything so far."""
         rows = np.concatenate(self.rows)
         return Program(np.concatenate(self.events), rows, tuple(self.marks), tuple(self.phases))
 
 
-def build(step: Recording, update: Recording, *, accumulate: bool, evaluation: Recording | None = None) -> Program:
+def build(
+    step: Recording,
+    update: Recording,
+    *,
+    accumulate: bool,
+    evaluation: Recording | None = None,
+    contrast: Recording | None = None,
+) -> Program:
     """Two optimizer steps; with ``accumulate``, of two micro-batches each. Then an evaluation and a step after it."""
     builder = loaded(step)
     for phase, name in ((FIRST_STEP, "first_update"), (STEADY_STEP, "later_update")):
         builder.phase(phase)
-        _optimizer_step(builder, step, update, name, accumulate=accumulate)
+        _optimizer_step(builder, step, update, name, accumulate=accumulate, contrast=contrast)
     if evaluation is not None:
         builder.phase(EVALUATE)
-        first_row = len(step.sizes) + len(update.sizes)
+        first_row = sum(len(recording.sizes) for recording in (step, update, contrast) if recording)
         builder.place("evaluate", micro_batch_events(evaluation), len(evaluation.sizes) - 1, first_row)
         builder.phase(STEADY_STEP)
-        _optimizer_step(builder, step, update, "later_update", accumulate=accumulate)
+        _optimizer_step(builder, step, update, "later_update", accumulate=accumulate, contrast=contrast)
     return builder.program()
 
 
-def resumed(step: Recording, update: Recording, *, accumulate: bool) -> Program:
+def resumed(step: Recording, update: Recording, *, accumulate: bool, contrast: Recording | None = None) -> Program:
     """A run that goes on from a checkpoint: the optimizer's state comes from the host before the first gradients.
 
     torch/optim/optimizer.py, load_state_dict: state by state in the parameters' order, as the first update makes it.
@@ -120,7 +136,9 @@ def resumed(step: Recording, update: Recording, *, accumulate: bool) -> Program:
     made = np.arange(1, len(state) + 1, dtype=np.int64)
     builder.add("state", builder.blocks + made, len(step.sizes) + np.array(state, dtype=np.int64))
     for first in (True, False):
-        _optimizer_step(builder, step, update, "later_update", accumulate=accumulate, opens_handles=first)
+        _optimizer_step(
+            builder, step, update, "later_update", accumulate=accumulate, contrast=contrast, opens_handles=first
+        )
     return builder.program()
 
 
@@ -141,14 +159,18 @@ def _optimizer_step(
     name: str,
     *,
     accumulate: bool,
+    contrast: Recording | None = None,
     opens_handles: bool | None = None,
 ) -> None:
     if opens_handles is None:
         opens_handles = name == "first_update"
     blocks = len(step.sizes) - 1
+    compared = builder.place_contrast(contrast, len(step.sizes) + len(update.sizes)) if contrast else None
     shift = builder.place("micro_batch", micro_batch_events(step, opens_handles=opens_handles), blocks)
     if accumulate:
         builder.place("accumulate", accumulating_events(step), blocks)
+    if compared is not None:
+        builder.add("compared", -compared, np.zeros(0, dtype=np.int64))
     builder.place_update(name, update, len(step.sizes))
     builder.add("zero_grad", -(gradient_blocks(step) + shift), np.zeros(0, dtype=np.int64))
 

@@ -37,18 +37,22 @@ def micro_batches(widths: list[int], budget: int, world: int = 1) -> list[list[l
     """Cut a step's rows, longest first, into micro-batches for each of `world` processes: row indices.
 
     As few as the token budget allows when rows are padded to the longest of their micro-batch, and among those the
-    ones with the least padding. Every process has as many micro-batches, padded to the same width, with as many rows
-    but one; a process may have none in one of them.
+    ones with the least padding, of cuts where the width changes or the budget is full. Every process has as many
+    micro-batches, padded to the same width, with as many rows but one; a process may have none in one of them. The
+    largest comes first: if memory runs out, then at once, and not in the last one, in which the processes exchange
+    their gradients.
     """
     n = len(widths)
-    best = [(0, 0, n)] * (n + 1)  # of the rows from here on: micro-batches, padded tokens, end of the first one
+    changes = [i for i in range(1, n) if widths[i] != widths[i - 1]]
+    best = [(0, 0, n)] * (n + 1)  # of the rows from here on: micro-batches, a process's tokens, end of the first one
     for start in reversed(range(n)):
-        most = max(1, budget // widths[start]) * world
-        ends = range(start + 1, min(start + most, n) + 1)
-        best[start] = min((best[end][0] + 1, best[end][1] + widths[start] * (end - start), end) for end in ends)
+        full = min(start + max(1, budget // widths[start]) * world, n)
+        ends = [end for end in changes if start < end < full] + [full]
+        costs = [widths[start] * math.ceil((end - start) / world) for end in ends]
+        best[start] = min((best[e][0] + 1, best[e][1] + cost, e) for e, cost in zip(ends, costs, strict=True))
     parts, start = [], 0
     while start < n:
         end = best[start][2]
         parts.append([list(range(start + rank, end, world)) for rank in range(world)])
         start = end
-    return parts
+    return sorted(parts, key=lambda part: -len(part[0]) * widths[part[0][0]])

@@ -12,8 +12,8 @@ def strengths_of_text(text: str, offsets: list[tuple[int, int]]) -> list[int]:
     `offsets` are the characters of each token, as fast tokenizers give them.
     """
     closing = r"[\"'”’»)\]}」』】）]*"
-    # A full stop ends a sentence before a space and no small letter: neither 3.14 nor e.g. this one.
-    sentence = rf"[.!?…؟۔।]+{closing}(?=\s+[^\sa-z])|[。！？；｡]+{closing}"
+    # A full stop ends a sentence before a space and no small letter, after more than a letter: not 3.14, e.g., J. Doe.
+    sentence = rf"(?<!\W[A-Za-z])[.!?…؟۔।]+{closing}(?=\s+[^\sa-z])|[。！？；｡]+{closing}"
     clause = r"[,;:،؛](?=\s)|[，、：]"
     places = {}
     for strength, pattern in ((2, clause), (3, sentence), (4, r"\n\s*\n")):
@@ -32,8 +32,8 @@ def strengths_of_words(words: list[str], word_ids: list[int]) -> list[int]:
     """The same for the tokens of a list of words: `word_ids` has each token's word."""
     strengths = []
     for before, word in pairwise([-1, *word_ids]):
-        last = words[before] if word != before and before >= 0 else ""
-        ends = last.endswith((".", "!", "?", "…", "。", "！", "？")) * 3 or last.endswith((",", ";", ":")) * 2 or 1
+        last = words[before].rstrip("\"'”’»)]}」』】）") if before >= 0 else ""
+        ends = last.endswith(tuple(".!?…؟۔।。！？；｡")) * 3 or last.endswith(tuple(",;:،؛，、：")) * 2 or 1
         strengths.append(ends if word != before else 0)
     return strengths
 
@@ -49,6 +49,7 @@ def cut(strengths: list[int], window: int, overlap: float = 0.0) -> list[tuple[i
         places = range(start + max(1, window // 2), start + window + 1)
         end = max(places, key=lambda i: (strengths[i], i))
         ranges.append((start, end))
-        again = range(max(start + 1, end - int(overlap * window)), end) or [end]
-        start = max(again, key=lambda i: (strengths[i], -i))
+        again = range(max(start + 1, end - int(overlap * window)), end)
+        words = [i for i in again if strengths[i] or not strengths[end]] or [end]  # none within a word that fits
+        start = max(words, key=lambda i: (strengths[i], -i))
     return [*ranges, (start, len(strengths))]

@@ -165,7 +165,11 @@ class Recorder(TorchDispatchMode):
 
     def _note_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        block = self.block(parameter.grad)
+        self.note_gradient(parameter.grad)
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Write down that a tensor has become a gradient that the optimizer will see."""
+        block = self.block(gradient)
         if block is not None:
             self._gradients.append((len(self._events), block))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,12 @@ from planner.recording import cpu
 from planner.recording.cuda import CudaSemantics
 from planner.recording.kernels import Target
 from planner.recording.loading import load_quantized, warmed_up
-from planner.recording.record import OPTIMIZER, OUTSIDE_LAYERS, PARAMETERS, TEMPORARIES, Recording
+from planner.recording.record import GRADIENTS, OPTIMIZER, OUTSIDE_LAYERS, PARAMETERS, TEMPORARIES, Recording
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import Stack, repeat_layers
+from planner.recording.sharding import Sharding, buckets, gradients_into_buckets
 from planner.recording.transfers import CastsAreNotKept, gradients_to_host, layer_weights
-from planner.step import MakeBatch, build_model, run_evaluation_batch, run_micro_batch
+from planner.step import CachedGradients, MakeBatch, build_model, contrast, run_evaluation_batch, run_micro_batch
 from planner.workload import Workload, device_tensors
 
 
@@ -38,7 +39,7 @@ class StepSource:
     workload: Workload
     """Model and task."""
     config: TrainingConfig
-    """The structure; its micro-batch and length are not looked at."""
+    """The structure; its micro-batch and length are not looked at, and of its accumulation whether there is any."""
     model: nn.Module
     """The model with every lever applied; shallow where ``stacks`` repeat."""
     stacks: tuple[Stack, ...]
@@ -47,6 +48,10 @@ class StepSource:
     """What the card does to kernels."""
     new_recorder: Callable[[Target], Recorder] = Recorder
     """What writes a recording."""
+    sharding: Sharding | None = None
+    """The shards of the parameters with parallelism fsdp2."""
+    buckets: list[Tensor] = field(default_factory=list)
+    """Those of the last recording's gradients with parallelism ddp: they outlive the pass."""
 
     def record(self, shape: Shape) -> Recording:
         """Load, one micro-batch forward and backward, at ``(micro-batch, seq_len)``.
@@ -54,17 +59,41 @@ class StepSource:
         Raises RecordingError, and NotRegularError when the layers don't repeat as a shallow model's must.
         """
         self.model.zero_grad(set_to_none=True)
-        return self._record(shape, run_micro_batch)
+        facts, cached = self.workload.facts, None
+        if facts.loss == "contrastive" and self.config.gradient_accumulation_steps > 1:
+            cached = self._cached(shape[0] * facts.sequences_per_sample)
+        return self._record(shape, partial(run_micro_batch, loss=facts.loss, cached=cached))
 
-    def record_evaluation(self, shape: Shape) -> Recording:
+    def _cached(self, rows: int) -> CachedGradients:
+        """Those of the micro-batch's own rows; how many others there are doesn't change the pass."""
+        with cpu.fake_tensors() if self.target.kind == "cpu" else nullcontext():
+            vectors = torch.empty(rows, self.workload.vector_size, device=self.target.stand_in_device)
+            place = torch.empty(rows, dtype=torch.int64, device=self.target.stand_in_device)
+        return CachedGradients(vectors=vectors, place=place)
+
+    def record_contrast(self, samples: int, parts: int) -> Recording:
+        """What comes before a step's micro-batches, of which there are so many, where its loss compares them all."""
+        workload = self.workload
+        shape = (parts, samples * workload.facts.sequences_per_sample, workload.vector_size)
+        recorder = self.new_recorder(self.target)
+        with _semantics(self), recorder:
+            held = contrast(shape, self.target.stand_in_device, recorder)
+            recorder.phase("end")
+            recording = recorder.recording()
+        del held
+        return recording
+
+    def record_evaluation(self, shape: Shape, *, parts: int = 1) -> Recording:
         """Load, and one micro-batch of the emitted script's ``evaluate``: no gradients, no dropout.
 
+        ``parts``: micro-batches of an effective batch, whose vectors a contrastive loss compares.
         Raises what ``record`` raises.
         """
         self.model.eval()
         try:
-            classifies = self.workload.task.endswith("classification")
-            return self._record(shape, partial(run_evaluation_batch, classifies=classifies))
+            facts = self.workload.facts
+            run = partial(run_evaluation_batch, loss=facts.loss, measured=facts.new_head, parts=parts)
+            return self._record(shape, run)
         finally:
             self.model.train()
 
@@ -76,8 +105,13 @@ class StepSource:
 
     @property
     def trainable(self) -> list[Tensor]:
-        """The parameters that the optimizer gets, in model order."""
+        """The parameters that are trained, in model order."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What autocast casts to, None without; fsdp2 casts weights and inputs itself (MixedPrecisionPolicy)."""
+        return None if self.sharding else autocast_dtype(self.config.precision)
 
 
 def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
@@ -86,15 +120,20 @@ def make_source(workload: Workload, config: TrainingConfig, target: Target, stac
         model = build_model(workload, config, **_shallow(workload, stacks))
     if target.kind == "cpu":
         model = cpu.moved(model)
-    return StepSource(workload=workload, config=config, model=model, stacks=tuple(stacks), target=target)
+    sharding = None
+    if config.parallelism == "fsdp2":
+        sharding = Sharding.of(model, config.gpus, autocast_dtype(config.precision))
+    return StepSource(
+        workload=workload, config=config, model=model, stacks=tuple(stacks), target=target, sharding=sharding
+    )
 
 
 Semantics = CudaSemantics | cpu.CpuSemantics
 """The mode under which a step runs as the target would run it."""
 
 
-def _semantics(target: Target, config: TrainingConfig) -> Semantics:
-    dtype = autocast_dtype(config.precision)
+def _semantics(source: StepSource) -> Semantics:
+    target, config, dtype = source.target, source.config, source.dtype
     if target.kind == "cpu":
         return cpu.CpuSemantics(autocast_dtype=dtype)
     kind = CastsAreNotKept if config.offload == "parameters" else CudaSemantics
@@ -144,19 +183,25 @@ def recording_modes(source: StepSource) -> Iterator[tuple[Recorder, Semantics]]:
     """The model on the device, and everything that runs within the block written down."""
     recorder = source.new_recorder(source.target)
     layers_on_host = source.config.offload == "parameters"
-    semantics = _semantics(source.target, source.config)
+    semantics = _semantics(source)
+    layers = checkpointing_layers(source.model)
+    shared = list(buckets(source.model, layers)) if source.config.parallelism == "ddp" else []
+    source.buckets[:] = [bucket for bucket, _ in shared]
     with ExitStack() as stack:
-        for handle in _hooks(source.model, recorder, semantics, layers_on_host=layers_on_host):
+        for handle in _hooks(source, recorder, semantics):
             stack.callback(handle.remove)
         stack.enter_context(_recomputation(source.model, recorder, semantics))
         stack.enter_context(semantics)
         stack.enter_context(recorder)
         recorder.phase("load", category=PARAMETERS)
-        on_card = device_tensors(source.model, checkpointing_layers(source.model))
+        on_card = device_tensors(source.model, layers)
         if source.config.quantization != "none":
             load_quantized(recorder, source.model, on_card)
+        elif source.sharding:
+            recorder.adopt(source.sharding.held(on_card))
         else:
             recorder.adopt(_without_layers(on_card, source.model) if layers_on_host else on_card)
+        recorder.adopt(shared, GRADIENTS)
         yield recorder, semantics
 
 
@@ -174,16 +219,23 @@ def _record(source: StepSource, shape: Shape, run: Callable[..., None]) -> Recor
     if source.target.kind == "cpu":
         make_batch = cpu.arriving(make_batch())
     with recording_modes(source) as (recorder, semantics):
-        autocasting = semantics.autocasting if autocast_dtype(source.config.precision) else None
+        autocasting = semantics.autocasting if source.dtype else None
         run(source.model, make_batch, recorder, autocasting)
     return recorder.recording()
 
 
-def _hooks(model: nn.Module, recorder: Recorder, semantics: Semantics, *, layers_on_host: bool) -> Iterable[Any]:
-    trained = (p for p in model.parameters() if p.requires_grad)
-    yield from gradients_to_host(trained) if layers_on_host else recorder.watch_gradients(trained)
-    yield from recorder.watch_layers(checkpointing_layers(model))
-    for module in model.modules():
+def _hooks(source: StepSource, recorder: Recorder, semantics: Semantics) -> Iterable[Any]:
+    layers = checkpointing_layers(source.model)
+    if source.config.offload == "parameters":
+        yield from gradients_to_host(iter(source.trainable))
+    elif source.config.parallelism == "ddp" and source.config.gradient_accumulation_steps == 1:
+        yield from gradients_into_buckets(source.trainable)
+    elif not source.sharding:
+        yield from recorder.watch_gradients(source.trainable)
+    yield from recorder.watch_layers(layers)
+    if source.sharding:
+        yield from source.sharding.watch(source.model, layers, recorder.note_gradient)
+    for module in source.model.modules():
         if "RotaryEmbedding" in type(module).__name__:  # their code runs under maybe_autocast(enabled=False)
             yield from semantics.exempt(module)
 
@@ -227,7 +279,8 @@ def record_update(source: StepSource, optimizer_name: str, offload: str, *, mast
 def _record_update(source: StepSource, optimizer_name: str, offload: str, *, masters: bool) -> Recording:
     recorder = source.new_recorder(source.target)
     layers = _layers_of_weights(source.model)
-    parameters = [p.detach().requires_grad_() for p in source.trainable]
+    held = source.sharding.shards if source.sharding else {}
+    parameters = [held.get(id(p), p).detach().requires_grad_() for p in source.trainable]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer = make_optimizer(optimizer_name, parameters, masters=masters)
