@@ -164,9 +164,11 @@ class TestG03:
         assert recordings.record(_config(2, 64), (2, 64)).events
 
     def test_the_script_gives_it_to_tokenizer_and_model(self) -> None:
-        """Both lines are there, in this order."""
+        """The tokenizer gets it when it is loaded, and the model from the tokenizer, which comes first."""
         script = render_training_files(minilm_plan().to_json())["train.py"]
-        assert script.index("tokenizer.pad_token = ") < script.index("model.config.pad_token_id = ")
+        assert "tokenizer.pad_token = tokenizer.eos_token" in script
+        assert "model.config.pad_token_id = tokenizer.pad_token_id" in script
+        assert script.index("tokenizer = load_tokenizer(") < script.index("model = build_model(")
 
 
 class TestJ01:

@@ -78,25 +78,39 @@ def test_the_trainer_parses_its_arguments(lever: str, tmp_path: Path) -> None:
     assert (lever == "bf16-amp") == arguments.bf16
 
 
+def deepspeed_settings(offload: str, lever: str = "bf16-amp") -> dict[str, Any]:
+    """The content of deepspeed.json."""
+    document = plan_for("deepspeed", lever)
+    document["config"] |= {"offload": offload, "checkpointing": "full"}
+    content: dict[str, Any] = json.loads(files_for(document, "deepspeed")["deepspeed.json"])
+    return content
+
+
 @pytest.mark.parametrize(("offload", "stage"), [("none", 0), ("optimizer", 2), ("parameters", 3)])
 def test_deepspeed_settings_hold_together(offload: str, stage: int) -> None:
-    """Weights on the host are ZeRO-3, the optimizer alone ZeRO-2; the Trainer fills in what is auto."""
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+    """Weights on the host are ZeRO-3, the optimizer alone ZeRO-2, as accelerate reads the file."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    document = plan_for("deepspeed")
-    document["config"] |= {"offload": offload, "checkpointing": "full"}
-    content = json.loads(files_for(document, "deepspeed")["deepspeed.json"])
-    pytest.importorskip("deepspeed")
-    config = HfTrainerDeepSpeedConfig(content)
-    assert (stage == 3) == config.is_zero3()
-    assert stage == content["zero_optimization"]["stage"]
+    config = HfDeepSpeedConfig(deepspeed_settings(offload))
+    assert (stage, offload != "none") == (config.get_value("zero_optimization.stage"), config.is_offload())
+
+
+@pytest.mark.parametrize("lever", ["fp32", "bf16-amp", "fp16-amp"])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+def test_deepspeed_parses_its_settings(offload: str, lever: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own parser takes the file once the Trainer has filled in what is auto."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    runtime = pytest.importorskip("deepspeed.runtime.config", reason="DS_BUILD_OPS=0 pip install deepspeed")
+    content = deepspeed_settings(offload, lever)
+    content |= {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "train_batch_size": 32}
+    content |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    config = runtime.DeepSpeedConfig(content)
+    assert {"none": 0, "optimizer": 2, "parameters": 3}[offload] == config.zero_optimization_stage
 
 
 def test_deepspeed_knows_every_key() -> None:
     """The file's keys are those of DeepSpeed 0.19's runtime/zero/config.py and runtime/constants.py."""
-    document = plan_for("deepspeed")
-    document["config"] |= {"offload": "parameters", "checkpointing": "full"}
-    content = json.loads(files_for(document, "deepspeed")["deepspeed.json"])
+    content = deepspeed_settings("parameters")
     zero = {"stage", "offload_optimizer", "offload_param", "stage3_gather_16bit_weights_on_model_save"}
     assert zero == set(content["zero_optimization"])
     assert {"device": "cpu", "pin_memory": True} == content["zero_optimization"]["offload_param"]

@@ -123,7 +123,7 @@ def test_gradients_are_given_away_uncopied() -> None:
         ("t5-small", "seq2seq-lm", ""),
         ("google/gemma-2-2b", "causal-lm", "changes the logits"),
         ("facebook/bart-base", "seq2seq-lm", "changes the logits"),
-        ("bert-base-uncased", "sequence-classification", "few labels"),
+        ("bert-base-uncased", "sequence-classification", "few outputs"),
     ],
 )
 def test_models_allow_it_that_return_their_output_layers_result(name: str, task: str, said: str) -> None:
