@@ -9,6 +9,8 @@ import _thread
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -64,6 +66,23 @@ def _interrupt_main_thread() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         _thread.interrupt_main()
+
+
+@contextmanager
+def interrupts_as_they_are() -> Iterator[None]:
+    """An interrupt that a library's code on its way out turned into another error is an interrupt again.
+
+    Optuna 5, study/_optimize.py, _run_trial: its ``finally`` reads a variable that an interrupt left unset.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            cause = cause.__context__
+        raise
 
 
 INTERRUPTS = Interrupts()

@@ -149,7 +149,7 @@ def _choice(plan: Printable) -> Table:
     reasons = {reason.field: reason for reason in plan.reasons}
     values = {name: value for name, value in plan.config.model_dump().items() if value is not None}
     values |= {name: reason.value for name, reason in reasons.items() if name not in values}
-    if plan.config.gpus == 1:  # nothing was chosen
+    if values.get("gpus") == 1:  # nothing was chosen
         values = {name: value for name, value in values.items() if name not in ("gpus", "parallelism")}
     for name, value in values.items():
         why = reasons[name].reason if name in reasons else ""

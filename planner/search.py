@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.budget import Memory
 from planner.config import TrainingConfig
+from planner.interrupts import interrupts_as_they_are
 from planner.levers import conflict
 from planner.measurements import log_noise
 from planner.simulation import Simulator
@@ -199,7 +200,10 @@ def search(
         for chosen in islice(space.least(), 2):
             study.enqueue_trial(chosen)
     seen: set[TrainingConfig] = set()
-    study.optimize(lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s)
+    with interrupts_as_they_are():
+        study.optimize(
+            lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s
+        )
     return result
 
 

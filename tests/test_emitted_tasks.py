@@ -243,7 +243,81 @@ def test_pooled_segments_are_evaluated_as_one_text(
     assert any(pytest.approx(k / 3) == evaluations(run)[0]["accuracy"] for k in range(4))
 
 
+def test_pooled_segments_have_all_their_labels(tiny: Any, train: Train, rows: Any, tmp_path: Path) -> None:
+    """Segments of a text with several labels are pooled as one text, too: answers are shares of texts times labels."""
+    texts = [{"text": " ".join(r["text"] for r in rows[i : i + 4]), "label": ["a", "bc"[i % 2]]} for i in range(3)]
+    path = write_jsonl(tmp_path / "long.jsonl", texts)
+    plan = small("multi-label-classification", tiny("bert"))
+    plan["workload"]["long_texts"] = "segment"
+    run = train(plan, "--data", path, "--eval-data", path, "--max-steps", "1")
+    assert run.code == 0, run.out
+    assert any(pytest.approx(k / 9) == evaluations(run)[0]["accuracy"] for k in range(10))
+
+
 # ----- what people do with it -----
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "how", "said"),
+    [
+        ("masked-lm", "a,b", None, "got 2 columns; accepted: 1"),
+        ("causal-lm", "a,b,c", None, "got 3 columns; accepted: 1 or 2"),
+        ("embedding", "a", None, "got 1 columns; accepted: 2 or 3"),
+        ("reranking", "a", None, "got 1 columns; accepted: 2"),
+        ("sequence-classification", "a,b,c", None, "got 3 columns; accepted: 1 or 2"),
+        ("sequence-classification", "a,b", "segment", "got 2 columns; accepted: 1"),
+    ],
+)
+def test_a_wrong_number_of_columns_is_refused(
+    task: str, columns: str, how: str | None, said: str, tiny: Any, train: Train, tmp_path: Path
+) -> None:
+    """As many text columns as the task has texts, and one alone where texts are cut: else one line and code 2."""
+    path = write_jsonl(tmp_path / "d.jsonl", [{"a": "x", "b": "y", "c": "z", "label": 1}])
+    plan = small(task, tiny(MODELS.get(task, "bert")))
+    plan["workload"] |= {"long_texts": how} if how else {}
+    run = train(plan, "--data", path, "--text-column", columns)
+    assert 2 == run.code
+    assert f"error: --text-column: {said}\n" in run.out
+
+
+def test_numbers_and_lines_no_machine_can_hold_are_bad_rows(tokenizer: Any, tmp_path: Path) -> None:
+    """A number beyond floats, half a character, other bytes and endless brackets are named by line; nothing raises."""
+    path = tmp_path / "d.jsonl"
+    good = b'{"text": "fine", "label": 1}\n'
+    lines = [good, b'{"text": "x", "label": 1' + b"0" * 400 + b"}\n", b'{"text": "\\ud800", "label": 1}\n']
+    path.write_bytes(b"".join([*lines, b"\xff\xfe\n", b"[" * 200_000 + b"\n", b'{"label": 1}\n', good]))
+    script = load_script(small("regression", Path("any")), tmp_path)
+    args = type("Args", (), {"text_column": None, "label_column": None, "seed": 0})
+    samples, said = script.load_samples("--data", path, args, tokenizer)
+    assert 2 == len(samples)
+    assert "5 rows left out; not UTF-8: 2 (line 3, 4); no JSON object: 1 (line 5)" in said
+    assert "the label is no number: 1 (line 2)" in said and "no text: 1 (line 6)" in said
+
+
+def test_a_missing_file_is_no_dataset(tokenizer: Any, tmp_path: Path, capfd: Any) -> None:
+    """A file's name that is not there is said to be missing, whether or not the datasets library is installed."""
+    script = load_script(small("masked-lm", Path("any")), tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        script.load_samples("--data", tmp_path / "gone.jsonl", None, tokenizer)
+    assert "No such file" in capfd.readouterr().err
+
+
+def test_numbers_of_a_dataset_get_their_labels_names(tokenizer: Any, tmp_path: Path) -> None:
+    """A dataset's own names of its labels are the model's; -1 is no label; the held-out part is another one."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    parts = {"train": (["a", "b", "c"], [1, 0, -1]), "validation": (["d"], [1])}
+    made = {k: datasets.Dataset.from_dict({"text": t, "label": n}, features=features) for k, (t, n) in parts.items()}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    script = load_script(small("sequence-classification", Path("any")), tmp_path)
+    args = type("Args", (), {"text_column": None, "label_column": None, "seed": 0})
+    samples, names, said = script.load_samples("--data", tmp_path / "saved", args, tokenizer)
+    assert (2, ["bad", "good"]) == (len(samples), names)
+    assert "no label: 1 (line 3)" in said
+    held_out, *_ = script.load_samples("--eval-data", tmp_path / "saved", args, tokenizer, names)
+    assert [1] == [int(sample["labels"]) for sample in held_out]
 
 
 def test_dry_run_trains_nothing(tiny: Any, train: Train, data: Any) -> None:

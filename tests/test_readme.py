@@ -7,6 +7,7 @@ import readme
 from click.testing import CliRunner
 
 from planner import cli
+from planner.emit.engines import ENGINES
 from planner.request import make_worker_request
 
 TEXT = readme.README.read_text()
@@ -37,6 +38,10 @@ def test_plan_commands_parse():
     """Every plan command shown is one that the command line takes."""
     shown = [line.split() for block in blocks("bash") for line in block.splitlines() if line.startswith("plan ")]
     for words in shown:
+        if words[1] == "export":
+            params = cli.command.commands["export"].make_context("export", words[2:]).params
+            assert params["to"] in ENGINES
+            continue
         if words[1] == "worker":
             params = cli.command.commands["worker"].make_context("worker", words[2:]).params
             assert make_worker_request(**{k: v for k, v in params.items() if k != "quiet"})

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from planner.hardware import ceiling_bytes, typical_card
+from planner.interrupts import interrupts_as_they_are
 from planner.levers import Context, conflict
 from planner.measured_search import candidates_of
 from planner.models import resolve_model
@@ -138,3 +139,18 @@ def test_what_is_left_to_be_measured() -> None:
     over = [c for c in left.values() if c.log_room < 0]
     assert over
     assert all(candidate.log_room > -0.5 for candidate in left.values())
+
+
+def test_an_interrupt_stays_one():
+    """What a library's way out makes of it is told from other errors by what came before."""
+
+    def fails_on_its_way_out(first):
+        try:
+            raise first
+        finally:
+            raise UnboundLocalError("as Optuna's does")
+
+    with pytest.raises(KeyboardInterrupt), interrupts_as_they_are():
+        fails_on_its_way_out(KeyboardInterrupt())
+    with pytest.raises(UnboundLocalError), interrupts_as_they_are():
+        fails_on_its_way_out(ValueError())
