@@ -65,7 +65,10 @@ def _link_reason(config: TrainingConfig, space: Space) -> str:
     card = space.context.card
     how = "NVLink" if card.nvlink_bytes_per_s else "PCIe, without bridges"
     link = f"{how} at {card.link_bytes_per_s / 1e9:.0f} GB/s in theory"
-    return f"as asked for; one machine, each card with a process of its own; {link}; tokens a second are all cards'"
+    reason = f"as asked for; one machine, each card with a process of its own; {link}; tokens a second are all cards'"
+    if space.context.sequences_per_sample > 1:  # a tower a card would leave the one with the shorter texts waiting
+        reason += "; the two towers share their weights, so their texts are dealt over the cards by length: equal work"
+    return reason
 
 
 def _without_it(config: TrainingConfig, result: SearchResult) -> str:

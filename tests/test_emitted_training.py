@@ -630,27 +630,6 @@ def test_real_model_learns_and_survives_a_kill(tmp_path: Path, rows: list[dict[s
     assert len(losses) == steps == 16
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path: Path, tiny: Any, train: Train, data: Any) -> None:
-    """Two processes share each step's samples, an odd number of them, and make the same steps as one."""
-    plan, path = small("masked-lm", tiny("bert"), effective_batch_size=9), data("masked-lm")
-    alone = train(plan, "--data", path, "--max-steps", "2", output="alone")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = ["--data", path, "--max-steps", "2", "--output-dir", tmp_path / "two"]
-    done = subprocess.run(
-        [*launch, *command(tmp_path, *arguments)[1:]],
-        env=os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert 0 == done.returncode, done.stderr
-    for name in ("loss", "grad_norm"):
-        expected = [row[name] for row in alone.log]
-        assert pytest.approx(expected, rel=1e-3) == [row[name] for row in read_log(tmp_path / "two")]
-
-
 # ----- held-out data -----
 
 

@@ -40,7 +40,7 @@ def settings(engine: str, **plan: Any) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(("engine", "lever"), itertools.product(ENGINES, LEVERS))
+@pytest.mark.parametrize(("engine", "lever"), list(itertools.product(ENGINES, LEVERS)))
 def test_every_lever_is_written_or_refused_by_name(engine: str, lever: str) -> None:
     """Each combination gives files, or problems that name a field of the plan, its value and what is accepted."""
     document = plan_for(engine, lever)
