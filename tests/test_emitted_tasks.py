@@ -86,13 +86,31 @@ def test_every_task_learns(task: str, tiny: Any, train: Train, data: Any) -> Non
         assert CONSTANT[task] < measured[-1]["accuracy"]
 
 
+def vectors(folder: Path, texts: list[str]) -> Any:
+    """Vectors of texts of at most 32 tokens, as the script makes them."""
+    import torch
+    import transformers as hf
+
+    from planner.parts.losses import mean_pool
+
+    model, words = hf.AutoModel.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+    inputs = words(texts, truncation=True, max_length=32, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return pytest.approx(mean_pool(model(**inputs).last_hidden_state, inputs["attention_mask"]).numpy(), abs=1e-5)
+
+
 def test_minilm_finds_partners_and_learns_more(train: Train, data: Any) -> None:
-    """The real encoder finds most partners at once; training it as the script does makes its loss smaller still."""
+    """The real encoder finds most partners at once and learns more; sentence-transformers makes the same vectors."""
     path = data("embedding", 16)
     run = train(small("embedding", minilm()), "--data", path, "--eval-data", path, "--max-steps", "6")
     assert run.code == 0, run.out
     assert 0.8 < evaluations(run)[-1]["accuracy"]
     assert sum(run.losses[:3]) > sum(run.losses[3:])
+    from sentence_transformers import SentenceTransformer
+
+    texts = ["Return the value. " * 30, "An object."]  # the first is cut
+    theirs = SentenceTransformer(str(run.folder / "checkpoint-6"), device="cpu").encode(texts)
+    assert vectors(run.folder / "checkpoint-6", texts) == theirs
 
 
 # ----- the same gradients, however a step is cut -----
