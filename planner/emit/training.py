@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import ast
 import json
 import re
 from collections.abc import Mapping
 from functools import cache, partial
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -85,10 +85,16 @@ def _environment() -> Environment:
     return environment
 
 
+@cache
 def _source(module: str, *names: str) -> str:
-    """Functions of ``planner.parts`` as they stand there: what is planned is what is done."""
-    part = importlib.import_module(f"planner.parts.{module}")
-    return "\n\n\n".join(inspect.getsource(getattr(part, name)).strip() for name in names)
+    """Functions of ``planner.parts`` as they stand there: what is planned is what is done.
+
+    Read, not imported: the losses' module loads torch, which a second plan does without.
+    """
+    text = (resources.files("planner.parts") / f"{module}.py").read_text(encoding="utf-8")
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    lines = text.splitlines()
+    return "\n\n\n".join("\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in map(functions.__getitem__, names))
 
 
 def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
