@@ -112,20 +112,8 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
     task = request.task or spec.default_task
     long_texts = data.long_texts if data is not None else request.long_texts or TASK_FACTS[task].long_texts[0]
     workload, seq_len, more = _workload(request, spec, task, data)
-    simulator = Simulator(
-        workload,
-        card,
-        ceiling_bytes=ceiling,
-        seq_len=seq_len,
-        headroom_bytes=request.headroom_bytes,
-        host_ram_bytes=request.host_ram_bytes,
-        risk=request.risk,
-        allocator=parse_allocator(request.allocator),
-        lengths=_lengths(counts, data, long_texts, seq_len),
-        seed=request.seed,
-        gpus=request.gpus,
-        **({} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}),
-    )
+    lengths = _lengths(counts, data, long_texts, seq_len)
+    simulator = _simulator(request, device, workload, card, ceiling_bytes=ceiling, seq_len=seq_len, lengths=lengths)
     reasons = [*reasons, *more]
     return Question(
         request=request,
@@ -136,6 +124,32 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
         device=device,
         data=data,
         long_texts=long_texts,
+    )
+
+
+def _simulator(
+    request: PlanRequest,
+    device: DeviceFacts | None,
+    workload: Workload,
+    card: Card,
+    *,
+    ceiling_bytes: int,
+    seq_len: int,
+    lengths: Lengths | None,
+) -> Simulator:
+    return Simulator(
+        workload,
+        card,
+        ceiling_bytes=ceiling_bytes,
+        seq_len=seq_len,
+        headroom_bytes=request.headroom_bytes,
+        host_ram_bytes=request.host_ram_bytes,
+        risk=request.risk,
+        allocator=parse_allocator(request.allocator),
+        lengths=lengths,
+        seed=request.seed,
+        gpus=request.gpus,
+        **({} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}),
     )
 
 

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from planner.tables import plain_table
 from planner.units import format_bytes
 
 PLAIN_WIDTH = 100
@@ -130,14 +131,6 @@ def _trials(search: Mapping[str, Any]) -> str:
     return f"{search['trials_run']} run{kept}; {search['ended']}"
 
 
-def _table(*columns: tuple[str, bool]) -> Table:
-    """A table without lines; each column has a title and whether it holds numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title, numeric in columns:
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    return table
-
-
 def _row(table: Table, *cells: str) -> None:
     # Text, not str: brackets in a model's name or a reason are no markup.
     table.add_row(*(Text(cell) for cell in cells))
@@ -145,7 +138,7 @@ def _row(table: Table, *cells: str) -> None:
 
 def _choice(plan: Printable) -> Table:
     """One row for each field of the configuration, then for each choice made outside it."""
-    table = _table(("", False), ("value", False), ("why", False))
+    table = plain_table(("", False), ("value", False), ("why", False))
     reasons = {reason.field: reason for reason in plan.reasons}
     values = {name: value for name, value in plan.config.model_dump().items() if value is not None}
     values |= {name: reason.value for name, reason in reasons.items() if name not in values}
@@ -174,7 +167,7 @@ def _shown(value: object) -> str:
 
 
 def _memory(memory: Any, block: str, *, context: str) -> Table:
-    table = _table(("", False), ("size", True), ("share", True), ("", False))
+    table = plain_table(("", False), ("size", True), ("share", True), ("", False))
     parts = {_label(name): size for name, size in memory.breakdown.items()}
     # The allocator holds more than is in use: rounding, cached blocks and fragments.
     parts["held by the allocator beyond that"] = memory.peak_reserved_bytes - sum(parts.values())
@@ -193,7 +186,7 @@ def _memory(memory: Any, block: str, *, context: str) -> Table:
 
 def phase_table(memory: Any) -> Table:
     """What each phase of a run holds at most; the cache that earlier phases left counts as reserved."""
-    table = _table(("", False), ("allocated", True), ("reserved", True))
+    table = plain_table(("", False), ("allocated", True), ("reserved", True))
     for name, peak in memory.phases.items():
         sizes = (format_bytes(peak[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved"))
         _row(table, _PHASES.get(name, _label(name)), *sizes)
@@ -201,7 +194,7 @@ def phase_table(memory: Any) -> Table:
 
 
 def _alternatives(plan: Printable) -> Table:
-    table = _table(("what differs", False), ("memory", True), ("tokens/s", True), ("why not", False))
+    table = plain_table(("what differs", False), ("memory", True), ("tokens/s", True), ("why not", False))
     chosen = plan.config.model_dump()
     for other in plan.alternatives[:ALTERNATIVES_SHOWN]:
         differs = [
@@ -215,7 +208,7 @@ def _alternatives(plan: Printable) -> Table:
 
 
 def _levers(levers: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(("", False), ("change", False), ("memory", True), ("speed", True), ("effect", False))
+    table = plain_table(("", False), ("change", False), ("memory", True), ("speed", True), ("effect", False))
     for lever in levers:
         saves = int(lever["saves_bytes"])
         memory = f"{'+' if saves < 0 else '-' if saves else ''}{format_bytes(abs(saves))}"

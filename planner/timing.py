@@ -266,14 +266,16 @@ def step_time(
     micro_batches, tensors = config.gradient_accumulation_steps, len(step.template.gradients)
     launches, together_s = operators.launch_seconds(reached), 0.0
     if config.gpus > 1:
-        link, gradients = card.link_bytes_per_s * reached.pcie_fraction, parameter_bytes(config) * trainable_parameters
-        moved_bytes = step.ops_at(shape)[1]
         together_s = together_seconds(
-            config, step.template.ops, moved_bytes, (kernels, launches), gradient_bytes=gradients, bytes_per_s=link
+            config,
+            step.template.ops,
+            step.ops_at(shape)[1],
+            (kernels, launches),
+            gradient_bytes=parameter_bytes(config) * trainable_parameters,
+            bytes_per_s=card.link_bytes_per_s * reached.pcie_fraction,
         )
         tensors = len(trained_tensors(model.update))
-        if config.parallelism == "fsdp2":
-            trainable_parameters = -(-trainable_parameters // config.gpus)
+        trainable_parameters = _own_parameters(config, trainable_parameters)
     one_pass = Pass.of(kernels, launches)
     passes_s = _passes_seconds(one_pass, config, card, trainable_parameters, reached) + together_s
     if model.contrast is not None:
@@ -293,6 +295,11 @@ def step_time(
         update_ms=update_s * 1e3,
         tokens_per_s=config.gpus * config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
     )
+
+
+def _own_parameters(config: TrainingConfig, trainable_parameters: int) -> int:
+    """Trained parameters that one card updates: its shards, or all."""
+    return -(-trainable_parameters // config.gpus) if config.parallelism == "fsdp2" else trainable_parameters
 
 
 def _contrast_seconds(

@@ -236,11 +236,6 @@ def loss_function(kind: LossKind) -> LossOfLogits:
     return functions[kind]
 
 
-def loss_of(logits: Tensor, labels: Tensor, items: int) -> Tensor:
-    """The emitted script's ``cross_entropy``: summed in fp32 over the effective batch's items."""
-    return loss_function("cross-entropy")(logits, labels, items)
-
-
 def model_class(model_type: str, name: str) -> type[nn.Module]:
     """A transformers class by name, importing only its own modeling module."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name

@@ -16,11 +16,12 @@ from planner.hardware import find_card
 from planner.levers import Context
 from planner.levers.precision import PrecisionLever
 from planner.models import ModelSpec, resolve_model
+from planner.parts.losses import cross_entropy
 from planner.recording.kernels import Target
 from planner.recording.source import make_source
 from planner.recordings import Recordings
 from planner.request import make_request
-from planner.workload import Workload, loss_of
+from planner.workload import Workload
 
 GIB = 2**30
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
@@ -211,7 +212,7 @@ class TestK22:
         model.zero_grad()
         items = int((labels != -100).sum())
         for part, wanted in zip(ids.split(micro_batch_size), labels.split(micro_batch_size), strict=True):
-            loss_of(model(input_ids=part).logits, wanted, items).backward()
+            cross_entropy(model(input_ids=part).logits, wanted, items).backward()
         return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 

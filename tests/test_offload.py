@@ -29,6 +29,7 @@ from planner.levers.host_optimizer import HostAdamW, HostAdamWOfLayers
 from planner.levers.offload import OffloadLever, clash
 from planner.levers.optimizer import make_optimizer
 from planner.memory.model import MemoryModel, Variant, fit_step
+from planner.parts.losses import cross_entropy
 from planner.recording.kernels import Target
 from planner.recording.record import OUTSIDE_LAYERS, Op, Recording
 from planner.recording.recorder import Recorder
@@ -41,7 +42,7 @@ from planner.space import has_last_resort, make_space
 from planner.step import build_model, run_micro_batch
 from planner.timing import Operators, achievable
 from planner.unfitting import nothing_fits
-from planner.workload import Workload, loss_of
+from planner.workload import Workload
 
 GIB, MIB = 2**30, 2**20
 TARGET = Target(compute_capability=(8, 6))
@@ -82,7 +83,7 @@ def one_pass(run: Callable[..., Any], batch: dict[str, Tensor], phase: Callable[
     inputs = dict(batch)
     labels = inputs.pop("labels")
     phase("forward")
-    loss = loss_of(run(**inputs).logits, labels, items=labels.numel())
+    loss = cross_entropy(run(**inputs).logits, labels, items=labels.numel())
     phase("backward", backward=True)
     loss.backward()
     phase("end")
@@ -210,7 +211,7 @@ def test_a_copy_goes_with_the_graph() -> None:
         batch = batch_of(CLASSIFIER, "cpu")
         labels = batch.pop("labels")
         with recorder:
-            loss = loss_of(model(**batch).logits, labels, items=4)
+            loss = cross_entropy(model(**batch).logits, labels, items=4)
             if backward:
                 loss.backward()
             del loss

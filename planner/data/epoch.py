@@ -10,6 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from planner.config import TrainingConfig
+from planner.levers.precision import width_multiple
 from planner.parts import batching
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def epoch_of_samples(
     samples: Sequence[tuple[int, ...]], config: TrainingConfig, simulator: Simulator | None, *, seed: int
 ) -> Epoch:
     """What becomes of samples with these tokens of their sequences. On several cards, the first one's part."""
-    multiple = 1 if config.precision in ("fp32", "tf32") else 8
+    multiple = width_multiple(config.precision)
     chosen = list(samples)
     most = max(config.effective_batch_size, PLANNED_SAMPLES)
     if len(chosen) > most:

@@ -176,6 +176,20 @@ def describe_data(decided: Decided, config: TrainingConfig, simulator: Simulator
         "bad_rows": [_bad(each) for each in found.bad],
         "enormous_texts": [_bad(each) for each in found.enormous],
         "labels": len(found.labels) if decided.facts.has_classes else None,
+        **_lengths(decided),
+        "long_texts": options,
+        "padding": {name: asdict(getattr(epoch, name))["padding"] for name in ("fixed", "grouped", "budget")},
+        "batching": asdict(epoch),
+        "samples_per_epoch": chosen["samples"],
+        "steps_per_epoch": chosen["steps"],
+        "epoch_s": chosen["epoch_s"],
+        "epoch_s_fixed": _epoch_s(chosen["steps"], epoch.fixed.step_s, scale),
+        "epoch_s_grouped": _epoch_s(chosen["steps"], epoch.grouped.step_s, scale),
+    }
+
+
+def _lengths(decided: Decided) -> dict[str, Any]:
+    return {
         "tokens": {
             "counted_by": decided.counted_by,
             "exact": decided.counter.exact,
@@ -190,14 +204,6 @@ def describe_data(decided: Decided, config: TrainingConfig, simulator: Simulator
             "texts_share_margin_95": _number(decided.longer_margin),
             "tokens_share": decided.lost,
         },
-        "long_texts": options,
-        "padding": {name: asdict(getattr(epoch, name))["padding"] for name in ("fixed", "grouped", "budget")},
-        "batching": asdict(epoch),
-        "samples_per_epoch": chosen["samples"],
-        "steps_per_epoch": chosen["steps"],
-        "epoch_s": chosen["epoch_s"],
-        "epoch_s_fixed": _epoch_s(chosen["steps"], epoch.fixed.step_s, scale),
-        "epoch_s_grouped": _epoch_s(chosen["steps"], epoch.grouped.step_s, scale),
     }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from planner.tables import plain_table
+
 BAR_CELLS = 24
 Data = Mapping[str, Any]
 _WAYS = {"fixed": "fixed batches", "grouped": "similar lengths", "budget": "token budget"}
@@ -16,7 +18,7 @@ _WAYS = {"fixed": "fixed batches", "grouped": "similar lengths", "budget": "toke
 
 def data_table(data: Data) -> Table:
     """Rows, bad rows, what is cut, padding, steps and time of an epoch."""
-    table = _table(("", False), ("", False))
+    table = plain_table(("", False), ("", False))
     for name, text in _facts(data):
         table.add_row(Text(name), Text(text))
     return table
@@ -24,7 +26,7 @@ def data_table(data: Data) -> Table:
 
 def lengths_table(data: Data, block: str) -> Table:
     """The share of the texts in each range of lengths, as bars."""
-    table = _table(("tokens", True), ("texts", True), ("", False))
+    table = plain_table(("tokens", True), ("texts", True), ("", False))
     for each in data["tokens"]["histogram"]:
         bar = block * round(each["share"] * BAR_CELLS)
         table.add_row(Text(f"up to {each['up_to']:,}"), Text(f"{each['share']:.1%}"), Text(bar))
@@ -108,16 +110,3 @@ def _time(seconds: float | None) -> str:
     from planner.data.planning import duration
 
     return "" if seconds is None else duration(seconds)
-
-
-def _table(*columns: tuple[str, bool]) -> Table:
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-        show_header=any(title for title, _ in columns),
-    )
-    for title, numeric in columns:
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    return table

@@ -15,14 +15,17 @@ WIDTH = 107
 """Columns that a comment's text may take: 110 less the comment sign and a space, and one to spare."""
 
 
-def header_lines(plan: Mapping[str, Any]) -> list[str]:
-    """Lines of text (no comment signs): the commands, the predicted memory and time, the choice and its reasons."""
+def header_lines(plan: Mapping[str, Any], *, runs: Mapping[str, str] | None = None) -> list[str]:
+    """Lines of text (no comment signs): the commands, the predicted memory and time, and the data.
+
+    ``runs``: what runs the file, under names; None: the commands of train.py.
+    """
     on_cpu = plan["hardware"].get("kind") == "cpu"
-    with_settings, without = launch_commands(plan["config"], on_cpu=on_cpu)
+    if runs is None:
+        runs = dict(zip(("run by", "or"), launch_commands(plan["config"], on_cpu=on_cpu), strict=True))
     facts = [
         ("made by", plan_command(plan["request"])),
-        ("run by", with_settings),
-        ("or", without),
+        *runs.items(),
         ("memory", _memory(plan["memory"], plan["hardware"], plan["time"])),
         ("", _memory_parts(plan["memory"], on_cpu=on_cpu)),
         ("time", _time(plan["time"])),

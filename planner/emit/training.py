@@ -13,12 +13,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
+from planner.config import TrainingConfig
 from planner.emit.header import header_lines, memory_line
-from planner.emit.processes import sharding_clash
 from planner.emit.tasks import TASK_WORDS, TaskWords, learning_rate
 from planner.errors import InputError, Problem
+from planner.levers import parallelism
 from planner.levers.offload import ON_HOST, clash
-from planner.levers.precision import WEIGHT_DTYPES, has_masters
+from planner.levers.precision import WEIGHT_DTYPES, has_masters, width_multiple
 from planner.measure.environment import MMAP_THRESHOLD_BYTES
 from planner.tasks import TASK_FACTS, TaskFacts
 
@@ -100,9 +101,45 @@ def _source(module: str, *names: str) -> str:
 def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     workload, config, request = plan["workload"], plan["config"], plan["request"]
     _check(workload["task"], config)
+    task, words = workload["task"], TASK_WORDS[workload["task"]]
+    trust = bool(request.get("trust_remote_code"))
+    return {
+        **_task(workload, request),
+        **_precision(config),
+        **_allocator(plan),
+        **_sharing(config),
+        "config": config,
+        "multiple": width_multiple(config["precision"]),
+        "memory_text": memory_line(plan),
+        "on_cpu": plan["hardware"].get("kind") == "cpu",
+        "mmap_threshold_bytes": MMAP_THRESHOLD_BYTES,
+        "header": header_lines(plan),
+        "about": _about(plan),
+        "description": f"Train {_what(workload)}",
+        "model": workload["model"].removesuffix("/config.json"),
+        "target_seq_len": _target_seq_len(workload, config),
+        "seed": request.get("seed") or 0,
+        "learning_rate": f"{learning_rate(task, config):.0e}".replace("e-0", "e-"),
+        "every_n": _every_n(config["checkpointing"]),
+        "offload": config["offload"] in ON_HOST,
+        "layers_on_host": config["offload"] == "parameters",
+        "saved_on_host": config["offload"] == "activations",
+        "lora": config["method"] != "full",
+        "qlora": config["method"] == "qlora",
+        "unquantized": list(words.new_modules),
+        "int8": config["quantization"] == "int8",
+        **_fused_loss(words, config),
+        **_masters(config),
+        "attention_name": "flash_attention_2" if config["attention"] == "flash2" else config["attention"],
+        "attention_comment": _ATTENTION[config["attention"]],
+        "trust": ", trust_remote_code=True" if trust else "",
+    }
+
+
+def _task(workload: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script says and does for the task and its texts."""
     task, facts, words = workload["task"], TASK_FACTS[workload["task"]], TASK_WORDS[workload["task"]]
     long_texts = workload.get("long_texts") or facts.long_texts[0]
-    trust = bool(request.get("trust_remote_code"))
     return {
         **vars(words),
         "task": task,
@@ -120,38 +157,14 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "weighted": long_texts == "segment" and words.reader == "classification",
         "overlap": workload.get("overlap") or 0.0,
         "overlong": _OVERLONG[long_texts],
-        "multiple": 8 if config["precision"] not in ("fp32", "tf32") else 1,
         "measure": partial(str.format, _MEASURES.get(task, "")),
-        "memory_text": memory_line(plan),
         "collate_options": ", start_token_id" if task == "seq2seq-lm" else "",
-        **_precision(config),
-        **_allocator(plan),
-        "config": config,
-        "on_cpu": plan["hardware"].get("kind") == "cpu",
-        "mmap_threshold_bytes": MMAP_THRESHOLD_BYTES,
-        "header": header_lines(plan),
-        "about": _about(plan),
-        "description": f"Train {_what(workload)}",
-        "model": workload["model"].removesuffix("/config.json"),
-        "target_seq_len": _target_seq_len(workload, config),
-        "seed": request.get("seed") or 0,
-        "learning_rate": f"{learning_rate(task, config):.0e}".replace("e-0", "e-"),
-        "every_n": _every_n(config["checkpointing"]),
-        "offload": config["offload"] in ON_HOST,
-        "layers_on_host": config["offload"] == "parameters",
-        "saved_on_host": config["offload"] == "activations",
-        "gpus": config.get("gpus") or 1,
-        "sharded": config.get("parallelism") == "fsdp2",
-        "lora": config["method"] != "full",
-        "qlora": config["method"] == "qlora",
-        "unquantized": list(words.new_modules),
-        "int8": config["quantization"] == "int8",
-        **_fused_loss(words, config),
-        **_masters(config),
-        "attention_name": "flash_attention_2" if config["attention"] == "flash2" else config["attention"],
-        "attention_comment": _ATTENTION[config["attention"]],
-        "trust": ", trust_remote_code=True" if trust else "",
     }
+
+
+def _sharing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How several cards work together; plans of before them are of one."""
+    return {"gpus": config.get("gpus") or 1, "sharded": config.get("parallelism") == "fsdp2"}
 
 
 def _text_columns(facts: TaskFacts, *, segments: bool) -> tuple[tuple[str, ...], ...]:
@@ -168,9 +181,9 @@ def _check(task: str, config: Mapping[str, Any]) -> None:
     if config.get("loss") == "fused-linear" and (facts.new_head or facts.loss == "contrastive"):
         message = f"got 'fused-linear' with task {task}; accepted with it: standard"
         raise InputError([Problem(argument="loss", message=message)])
-    shared = sharding_clash(config)
+    shared = parallelism.conflict(TrainingConfig.model_validate(config))
     if shared:
-        raise InputError([Problem(argument="parallelism", message=f"got 'fsdp2': {shared}")])
+        raise InputError([Problem(argument="parallelism", message=f"got {config['parallelism']!r}: {shared}")])
     others = {name: config[name] for name in ("optimizer", "checkpointing", "method", "precision")}
     reason = clash(config["offload"], **others)
     if reason:

@@ -35,6 +35,11 @@ def base_dtype(precision: str, method: str) -> torch.dtype:
     return (autocast_dtype(precision) if method != "full" else None) or weight_dtype(precision)
 
 
+def width_multiple(precision: str) -> int:
+    """What widths of batches are rounded up to: tensor cores like multiples of 8 of two-byte values."""
+    return 1 if precision in ("fp32", "tf32") else 8
+
+
 class PrecisionLever(Lever):
     """fp32, tf32, autocast to fp16 or bf16 over fp32 weights, or weights in bf16 with or without fp32 copies."""
 

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from planner.config import TrainingConfig
+from planner.levers.precision import width_multiple
 from planner.memory.allocator import CachingAllocator
 from planner.memory.host import HostAllocator, allocator_for
 from planner.memory.model import Int64s, MemoryModel
@@ -62,7 +63,7 @@ def epoch_steps(
     length, and so counts as much against the token budget as the longest text. Of several cards, the first one's.
     Sequences of a sample that are encoded apart go into micro-batches one by one, each as long as the longest of them.
     """
-    multiple = 1 if config.precision in ("fp32", "tf32") else 8
+    multiple = width_multiple(config.precision)
     widths = [batching.padded(tokens, config.seq_len, multiple) for tokens in lengths]
     counted = [config.seq_len] * len(widths) if full_targets else widths
     for samples in batching.epoch_steps(counted, config.effective_batch_size, seed, 0):

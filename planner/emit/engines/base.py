@@ -43,7 +43,7 @@ class Engine:
 
     def header(self, plan: Document) -> list[str]:
         """Lines for the top of a file, without comment signs."""
-        return [f"Run by: {self.run}", "", *header_lines(plan)]
+        return header_lines(plan, runs={"then by": f"plan export --to {self.name} PLAN", "run by": self.run})
 
 
 def value_of(plan: Document, field: str) -> str:
