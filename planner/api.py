@@ -13,6 +13,9 @@ from planner.cache import library_versions
 from planner.config import LoraSettings, TrainingConfig
 from planner.devices import find_device
 from planner.errors import InputError, Problem
+from planner.inference.planning import plan_inference
+from planner.inference.question import InferenceQuestion
+from planner.inference.question import look_up as look_up_inference
 from planner.measure.environment import trial_environment
 from planner.measure.protocol import DeviceFacts
 from planner.measure.runner import TrialRunner
@@ -50,8 +53,8 @@ class Estimate:
         return getattr(self.memory if hasattr(self.memory, name) else self.time, name)
 
 
-def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
-    """Find the fastest way to train a model in the memory of a card.
+def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan[Any]:
+    """Find the fastest way to train a model, or with ``mode="infer"`` to run it, in the memory of a card.
 
     Arguments are the fields of PlanRequest (``model`` and ``vram`` are needed), the command's options by other
     names: ``plan(model="bert-base-uncased", vram="8GB")``. Where there is a device, the best configurations are run on
@@ -62,6 +65,8 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     progress = progress or NoProgress()
     request = make_request(**arguments)
     progress.phase("looking for a device")
+    if request.mode == "infer":
+        return plan_inference(_inference_question(request), progress)
     question = _question(request, progress)
     space, result = _search_ladder(question, progress)
     best = result.best
@@ -75,6 +80,12 @@ def _question(request: PlanRequest, progress: Progress | None = None) -> Questio
     """The request with its names looked up, on the device that its trials run on."""
     device, reason = find_device(request, _probe)
     question = look_up(request, device, progress)
+    return replace(question, reasons=[reason, *question.reasons])
+
+
+def _inference_question(request: PlanRequest) -> InferenceQuestion:
+    device, reason = find_device(request, _probe)
+    question = look_up_inference(request, device)
     return replace(question, reasons=[reason, *question.reasons])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.calibration import DEFAULT_RISK, Margin, margin
-from planner.config import TrainingConfig
+from planner.config import Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "workspace")
 """The parts of a breakdown."""
@@ -58,21 +58,21 @@ class Budget:
     device: str = "cuda"
     """Kind of the card: cuda or cpu."""
 
-    def margin(self, config: TrainingConfig) -> Margin:
+    def margin(self, config: Config) -> Margin:
         """What is kept free for what the simulation doesn't know."""
         return margin(config, self.risk, device=self.device)
 
-    def process_bytes(self, config: TrainingConfig) -> int:
+    def process_bytes(self, config: Config) -> int:
         """What a process may hold on the card: the ceiling without headroom and margin."""
         return int((self.ceiling_bytes - self.headroom_bytes) / (1 + self.margin(config).fraction))
 
-    def allocator_bytes(self, config: TrainingConfig) -> int:
+    def allocator_bytes(self, config: Config) -> int:
         """What the allocator may reserve: that without the context."""
         return self.process_bytes(config) - self.context_bytes
 
     def memory(
         self,
-        config: TrainingConfig,
+        config: Config,
         *,
         allocated_bytes: int,
         reserved_bytes: int,

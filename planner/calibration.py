@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from planner.config import TrainingConfig
+from planner.config import Config, InferenceConfig
 
 DEFAULT_RISK = 0.01
 """At most 1 plan in 100 runs out of memory."""
@@ -29,14 +29,16 @@ class Margin:
     """Which measurements it comes from, in a clause."""
 
 
-def kind_of(config: TrainingConfig) -> str:
+def kind_of(config: Config) -> str:
     """The kind of a configuration: which mechanisms of the simulator its prediction rests on."""
     attention = "eager" if config.attention == "eager" else "fused"
+    if isinstance(config, InferenceConfig):
+        return f"inference, {attention} attention"
     checkpointing = "not checkpointed" if config.checkpointing == "none" else "checkpointed"
     return f"{config.method}, {attention} attention, {checkpointing}"
 
 
-def margin(config: TrainingConfig, risk: float = DEFAULT_RISK, *, device: str = "cuda") -> Margin:
+def margin(config: Config, risk: float = DEFAULT_RISK, *, device: str = "cuda") -> Margin:
     """The margin for a configuration, so that a run needs more with a probability of at most ``risk``.
 
     The residuals of its own kind decide where there are enough of them for the risk, else those of all kinds; but

@@ -43,7 +43,7 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "sequence-classification, multi-label-classification, regression, token-classification, masked-lm, causal-lm, "
         "seq2seq-lm, embedding or reranking.  [default: from the model's architecture]",
     ),
-    ("mode", "MODE", "train.  [default: train]"),
+    ("mode", "MODE", "train, or infer: run the model.  [default: train]"),
     (
         "method",
         "METHOD",
@@ -71,12 +71,25 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "[default: as the task usually has it]",
     ),
     ("overlap", "SHARE", "Share of a segment that the next one repeats, such as 0.1.  [default: 0]"),
-    ("batch_size", "N", "Effective batch: sequences for each optimizer step."),
-    ("batch_tokens", "TOKENS", "Effective batch in tokens; instead of --batch-size."),
-    ("precision", "WORDS", "Restrict to some of fp32, tf32, fp16-amp, bf16-amp, bf16, bf16-master."),
+    ("batch_size", "N", "Effective batch: sequences for each optimizer step; to infer, sequences of one batch."),
+    ("batch_tokens", "TOKENS", "Effective batch in tokens; to infer, tokens of one batch; instead of --batch-size."),
+    (
+        "precision",
+        "WORDS",
+        "Restrict to some of fp32, tf32, fp16-amp, bf16-amp, bf16, bf16-master; to infer to some of fp32, tf32, fp16, "
+        "bf16.",
+    ),
     ("checkpointing", "WORDS", "Restrict to some of none, full, every-2, every-4, ..."),
-    ("offload", "WORDS", "Restrict to some of none, optimizer, parameters, activations."),
-    ("quantization", "WORDS", "Restrict to some of none, int8, nf4."),
+    (
+        "offload",
+        "WORDS",
+        "Restrict to some of none, optimizer, parameters, activations; to infer to some of none, parameters, disk.",
+    ),
+    (
+        "quantization",
+        "WORDS",
+        "Restrict to some of none, int8, nf4; to infer also int8-weight-only, and on the CPU int8-dynamic.",
+    ),
     (
         "optimizer",
         "WORDS",
@@ -86,6 +99,15 @@ REQUEST_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("loss", "WORDS", "Restrict to some of standard, fused-linear.  [default: standard]"),
     ("gpus", "N", "Cards of this kind that train together.  [default: 1]"),
     ("parallelism", "WORDS", "Restrict several cards to some of ddp, fsdp2."),
+    ("max_new_tokens", "TOKENS", "To infer: tokens written for each request, at most.  [default: a usual number]"),
+    (
+        "concurrency",
+        "N",
+        "To infer: sequences there are at once (a query's documents, requests).  [default: as many as fit]",
+    ),
+    ("kv_cache", "WORDS", "To infer: restrict to some of dynamic, static, quantized, offloaded."),
+    ("prefill_chunk", "TOKENS", "To infer: tokens of a prompt in one pass.  [default: all, if that fits]"),
+    ("prefix_tokens", "TOKENS", "To infer: tokens at the beginning of prompts that requests share.  [default: 0]"),
     ("headroom", "SIZE", "Memory to keep free for other uses of the card, such as 500MB.  [default: 0]"),
     ("risk", "P", "Probability, at most, that a run needs more than planned.  [default: 0.01]"),
     ("host_ram", "SIZE", "Host memory that offloading may fill.  [default: what this machine has]"),

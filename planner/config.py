@@ -27,6 +27,10 @@ Task = Literal[
     "reranking",
 ]
 Parallelism = Literal["none", "ddp", "fsdp2"]
+InferencePrecision = Literal["fp32", "tf32", "fp16", "bf16"]
+InferenceOffload = Literal["none", "parameters", "disk"]
+InferenceQuantization = Literal["none", "int8", "nf4", "int8-weight-only", "int8-dynamic"]
+KvCache = Literal["none", "dynamic", "static", "quantized", "offloaded"]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
@@ -37,6 +41,10 @@ QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 METHODS: tuple[str, ...] = get_args(Method)
 TASKS: tuple[str, ...] = get_args(Task)
 PARALLELISMS: tuple[str, ...] = get_args(Parallelism)
+INFERENCE_PRECISIONS: tuple[str, ...] = get_args(InferencePrecision)
+INFERENCE_OFFLOADS: tuple[str, ...] = get_args(InferenceOffload)
+INFERENCE_QUANTIZATIONS: tuple[str, ...] = get_args(InferenceQuantization)
+KV_CACHES: tuple[str, ...] = tuple(word for word in get_args(KvCache) if word != "none")
 
 
 class _Frozen(BaseModel):
@@ -91,3 +99,41 @@ class TrainingConfig(_Frozen):
     """Cards, each with a process of its own; micro-batch and accumulation are each card's."""
     parallelism: Parallelism = "none"
     """What the cards share: ddp, nothing but gradients' sums; fsdp2, weights, gradients and state in shards."""
+
+
+class InferenceConfig(_Frozen):
+    """One inference configuration, complete: what a batch holds in memory and how long it takes follow from it."""
+
+    micro_batch_size: int = Field(ge=1)
+    """Sequences of the longest length in one pass; of a generating task, requests that are generated together."""
+    seq_len: int = Field(ge=1)
+    """Longest sequence of a batch, in tokens; of a generating task the longest prompt, its shared prefix included."""
+    max_tokens_per_micro_batch: int = Field(ge=1)
+    """Padded tokens that one batch may hold, new tokens included; shorter sequences go in larger batches."""
+    max_sequences: int | None = Field(default=None, ge=1)
+    """Sequences that one batch may have, however short they are; None: as many as the tokens allow."""
+    precision: InferencePrecision
+    """Type of weights and arithmetic; tf32: fp32 weights, products on tf32 tensor cores."""
+    quantization: InferenceQuantization = "none"
+    """How weights of linear layers are stored: as they are; int8 or nf4 by bitsandbytes; int8-weight-only by torchao;
+    int8-dynamic by torch.ao, on processors alone."""
+    attention: Attention = "sdpa"
+    """The attention implementation that transformers is asked for."""
+    offload: InferenceOffload = "none"
+    """Where the weights of layers that are not on the card wait: host memory (parameters) or disk."""
+    layers_on_card: int | None = Field(default=None, ge=0)
+    """With offload: how many of the model's layers, the first ones, stay on the card; None: all."""
+    kv_cache: KvCache = "none"
+    """Where keys and values of earlier tokens are kept; none for tasks that generate nothing."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Tokens generated for each request, at most."""
+    prefill_chunk_tokens: int = Field(default=0, ge=0)
+    """Tokens of a prompt in one pass; 0: the whole prompt at once."""
+    prefix_tokens: int = Field(default=0, ge=0)
+    """Tokens at the beginning of prompts that requests share: computed once, and kept."""
+    prefix_cache_bytes: int = Field(default=0, ge=0)
+    """What keys and values of shared beginnings may take together; beyond it the least recently used go."""
+
+
+Config = TrainingConfig | InferenceConfig
+"""Either."""

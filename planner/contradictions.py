@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from planner import config
 from planner.allocator_settings import DEFAULT_ALLOCATOR
-from planner.errors import Problem
-from planner.tasks import TASK_FACTS
+from planner.errors import Problem, near_match
+from planner.tasks import GENERATING_TASKS, INFERENCE_TASKS, TASK_FACTS
 from planner.units import compact_bytes, shown
 
 if TYPE_CHECKING:
@@ -25,11 +25,82 @@ NOT_ON_CPU: dict[str, tuple[tuple[str, ...], str]] = {
     "attention": (("flash2",), "the flash_attn package runs on GPUs only"),
 }
 """Words that a processor can't run, with the reason."""
+INFERENCE_NOT_ON_CPU: dict[str, tuple[tuple[str, ...], str]] = {
+    "precision": (("tf32",), "it is a format of GPUs"),
+    "offload": (("parameters",), "everything is in host memory already"),
+    "attention": (("flash2",), "the flash_attn package runs on GPUs only"),
+    "kv_cache": (("offloaded",), "everything is in host memory already"),
+}
+"""The same at inference."""
+
+
+WORDS_OF_MODES: dict[str, dict[str, tuple[str, ...]]] = {
+    "train": {
+        "precision": config.PRECISIONS,
+        "offload": config.OFFLOADS,
+        "quantization": config.QUANTIZATIONS,
+    },
+    "infer": {
+        "precision": config.INFERENCE_PRECISIONS,
+        "offload": config.INFERENCE_OFFLOADS,
+        "quantization": config.INFERENCE_QUANTIZATIONS,
+    },
+}
+"""Mode to the words of each field that both modes have, each with its own."""
+OF_ONE_MODE: dict[str, tuple[str, ...]] = {
+    "train": ("method", "checkpointing", "optimizer", "loss", "gpus", "parallelism", "label_column", "storage"),
+    "infer": ("max_new_tokens", "concurrency", "kv_cache", "prefill_chunk", "prefix_tokens"),
+}
+"""Mode to the arguments that have a meaning in it alone."""
+_ONLY_DYNAMIC = "dynamic int8 quantization runs on the CPU only and can't train"
 
 
 def contradictions(request: PlanRequest) -> list[Problem]:
     """Every contradiction of a request, under the argument to change."""
     return [problem for rule in _RULES for problem in rule(request)]
+
+
+def _mode_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
+    """Words and arguments of the other mode."""
+    mode, defaults = request.mode, type(request).model_fields
+    for argument, words in WORDS_OF_MODES[mode].items():
+        named = getattr(request, argument) or ()
+        if wrong := [word for word in named if word not in words]:
+            near = [match for word in wrong if (match := near_match(word, words))]
+            why = f"; did you mean {', '.join(near)}?" if near else ""
+            why = f"; {_ONLY_DYNAMIC}" if mode == "train" and "int8-dynamic" in wrong else why
+            got = shown(",".join(wrong))
+            message = f"got {got}; accepted: one or more of {', '.join(words)}, with mode {mode}{why}"
+            yield Problem(argument=argument, message=message)
+    (other,) = OF_ONE_MODE.keys() - {mode}
+    for argument in OF_ONE_MODE[other]:
+        value = getattr(request, argument)
+        if value != defaults[argument].default:
+            shown_value = ",".join(value) if isinstance(value, tuple) else value
+            message = f"got {shown(shown_value)} with mode {mode}; accepted with mode {other} alone; leave it out"
+            yield Problem(argument=argument, message=message)
+
+
+def _inference(request: PlanRequest) -> Iterator[Problem]:
+    """A task that can't be run, and what is for generating tasks alone."""
+    if request.mode != "infer":
+        return
+    if request.task is not None and request.task not in INFERENCE_TASKS:
+        message = f"got {request.task!r} with mode infer; accepted with it: {', '.join(INFERENCE_TASKS)}"
+        yield Problem(argument="task", message=message)
+    elif request.task is not None and request.task not in GENERATING_TASKS:
+        for argument in ("max_new_tokens", "kv_cache", "prefill_chunk", "prefix_tokens"):
+            value = getattr(request, argument)
+            if value:
+                shown_value = ",".join(value) if isinstance(value, tuple) else value
+                message = f"got {shown_value} with task {request.task}; accepted with: {', '.join(GENERATING_TASKS)}"
+                yield Problem(argument=argument, message=f"{message}; leave it out")
+    if request.seq_len is not None and request.prefix_tokens >= request.seq_len:
+        message = f"got {request.prefix_tokens}; accepted: less than the prompt's {request.seq_len} tokens"
+        yield Problem(argument="prefix_tokens", message=message)
+    if request.batch_size is not None and request.concurrency is not None and request.batch_size > request.concurrency:
+        message = f"got {request.batch_size}; accepted: at most the {request.concurrency} sequences that there are"
+        yield Problem(argument="batch_size", message=message)
 
 
 def _one_batch(request: PlanRequest) -> Iterator[Problem]:
@@ -45,6 +116,8 @@ def _one_batch(request: PlanRequest) -> Iterator[Problem]:
 
 
 def _method_and_quantization(request: PlanRequest) -> Iterator[Problem]:
+    if request.mode == "infer":
+        return
     allowed, method = request.quantization, request.method
     needed = {"full": ("none",), "lora": ("none",), "qlora": ("nf4", "int8")}.get(method)
     if allowed is not None and needed is not None and not set(needed) & set(allowed):
@@ -68,6 +141,8 @@ def _flash2_and_precision(request: PlanRequest) -> Iterator[Problem]:
 
 def _offload_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
     """An offload that none of the named values goes with; what is not named is left to the search."""
+    if request.mode == "infer":
+        return
     from planner.levers.offload import clash
 
     open_ones = {"optimizer": "adamw_fused", "checkpointing": "full", "precision": "fp32"}
@@ -155,14 +230,18 @@ def _trials_need_a_device(request: PlanRequest) -> Iterator[Problem]:
 def _processor_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
     """With the processor as the device: what is a GPU's, and restrictions that leave nothing that it can run."""
     if request.device != "cpu":
+        if request.quantization == ("int8-dynamic",):
+            message = "got int8-dynamic; accepted with device cpu alone: torch has no such products for GPUs; ask for "
+            yield Problem(argument="quantization", message=f"{message}int8 or int8-weight-only")
         return
-    for argument, (words, why) in NOT_ON_CPU.items():
+    for argument, (words, why) in _not_on_cpu(request.mode).items():
         named = getattr(request, argument)
         if named is not None and set(named) <= set(words):
-            others = ", ".join(word for word in _VOCABULARIES[argument] if word not in words)
+            vocabulary = WORDS_OF_MODES[request.mode].get(argument) or _VOCABULARIES[argument]
+            others = ", ".join(word for word in vocabulary if word not in words)
             message = f"got {','.join(named)} with device cpu; accepted with it: {others}; {why}"
             yield Problem(argument=argument, message=message)
-    if request.method == "qlora":
+    if request.method == "qlora" and request.mode == "train":
         message = f"got qlora with device cpu; accepted with it: auto, full, lora; {NOT_ON_CPU['quantization'][1]}"
         yield Problem(argument="method", message=message)
     for argument, value, why in (
@@ -177,14 +256,18 @@ def _processor_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
             yield Problem(argument=argument, message=message)
 
 
+def _not_on_cpu(mode: str) -> dict[str, tuple[tuple[str, ...], str]]:
+    return NOT_ON_CPU if mode == "train" else INFERENCE_NOT_ON_CPU
+
+
 _VOCABULARIES = {
-    "precision": config.PRECISIONS,
-    "offload": config.OFFLOADS,
-    "quantization": config.QUANTIZATIONS,
     "optimizer": config.OPTIMIZERS,
     "attention": config.ATTENTIONS,
+    "kv_cache": config.KV_CACHES,
 }
 _RULES: tuple[Callable[[PlanRequest], Iterator[Problem]], ...] = (
+    _mode_and_the_rest,
+    _inference,
     _one_batch,
     _method_and_quantization,
     _flash2_and_precision,

@@ -9,7 +9,8 @@ PlannerError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -64,3 +65,11 @@ class RecordingError(PlannerError):
     """A model's step could not be recorded; the message names the operator and the remedy."""
 
     exit_code = 4
+
+
+def near_match(word: str, accepted: Iterable[str]) -> str | None:
+    """The accepted word that was most likely meant, or None: ``adamw`` -> ``adamw_fused``."""
+    words = list(accepted)
+    starts = [w for w in words if word and w.startswith(word)]
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return next(iter(starts or close), None)

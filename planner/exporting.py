@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.emit.engines import ENGINES
-from planner.errors import InputError, Problem
+from planner.errors import InputError, Problem, near_match
 from planner.places import write_whole
 from planner.plans import read_document
-from planner.request import near_match
 
 
 def export(plan: str | Path, *, to: str, out: str | Path | None = None) -> Path:

@@ -27,6 +27,8 @@ class ModelFacts:
     """Whether transformers has activation checkpointing for it."""
     vocab_size: int
     """Entries of the vocabulary; 0 where there is none."""
+    layers_name: str | None = None
+    """Dotted name of the first stack's module list, such as ``model.layers``; None where layers stand in none."""
 
     @property
     def layers(self) -> int:
@@ -48,7 +50,16 @@ def inspect_model(workload: Workload) -> ModelFacts:
         supports_sdpa=bool(getattr(model, "_supports_sdpa", False)),
         supports_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
+        layers_name=_layers_name(model),
     )
+
+
+def _layers_name(model: nn.Module) -> str | None:
+    from planner.levers.checkpointing import checkpointing_layers
+
+    first = next(iter(checkpointing_layers(model)), None)
+    path = next((name for name, module in model.named_modules() if module is first), "")
+    return path.rpartition(".")[0] or None
 
 
 def fused_loss_obstacle(workload: Workload) -> str:

@@ -6,21 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
+
+from typing_extensions import TypeVar
 
 from planner.budget import Memory
-from planner.config import TrainingConfig
-from planner.emit import render_training_files
+from planner.config import InferenceConfig, TrainingConfig
+from planner.emit import render_files
 from planner.errors import InputError, Problem
 from planner.places import write_whole
 from planner.request import PlanRequest
-from planner.timing import Time
+from planner.timing import InferenceTime, Time
 
 if TYPE_CHECKING:
     import accelerate
     import pandas as pd
     import transformers
 
+C = TypeVar("C", TrainingConfig, InferenceConfig, default=TrainingConfig)
 SCHEMA_VERSION = 1
 MEMORY_COLUMNS = ("peak_allocated_bytes", "peak_reserved_bytes", "total_bytes", "fits")
 
@@ -38,8 +41,8 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A training plan. ``save`` writes the folder, ``load`` reads it again."""
+class Plan(Generic[C]):
+    """A plan for training or for inference. ``save`` writes the folder, ``load`` reads it again."""
 
     request: PlanRequest
     """What was asked."""
@@ -47,7 +50,7 @@ class Plan:
     """The target card."""
     workload: Mapping[str, Any]
     """Model, task and shapes."""
-    config: TrainingConfig
+    config: C
     """The chosen configuration."""
     peak: Memory
     """What it needs (``memory`` in plan.json)."""
@@ -121,26 +124,28 @@ class Plan:
     def _write(self, folder: Path) -> None:
         document = self.to_json()
         (folder / "plan.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        for name, text in render_training_files(document).items():
+        for name, text in render_files(document).items():
             (folder / name).write_text(text, encoding="utf-8")
         self.trials.to_csv(folder / "trials.csv", index=False)
         self.memory.to_csv(folder / "memory.csv", index=False)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Plan:
+    def load(cls, folder: str | Path) -> Plan[Any]:
         """Read a folder that ``save`` wrote. Raises InputError when it holds no plan of this version."""
         import pandas as pd
 
         path = Path(folder)
         document = read_document(path)
         rows = {name: pd.read_csv(path / f"{name}.csv", keep_default_na=False) for name in ("trials", "memory")}
+        infers = document["request"]["mode"] == "infer"
+        config: Any = (InferenceConfig if infers else TrainingConfig).model_validate(document["config"])
         return cls(
             request=PlanRequest.model_validate(document["request"]),
             hardware=document["hardware"],
             workload=document["workload"],
-            config=TrainingConfig.model_validate(document["config"]),
+            config=config,
             peak=Memory(**document["memory"]),
-            time=Time(**document["time"]),
+            time=(InferenceTime if infers else Time)(**document["time"]),
             reasons=[Reason(**reason) for reason in document["reasons"]],
             alternatives=document["alternatives"],
             levers=document["levers"],
@@ -157,6 +162,9 @@ class Plan:
         """
         from planner.emit.trainer import training_arguments
 
+        if not isinstance(self.config, TrainingConfig):
+            message = "got 'infer'; accepted for TrainingArguments: a plan of mode 'train'"
+            raise InputError([Problem(argument="mode", message=message)])
         task = self.workload["task"]
         return training_arguments(self.config, task=task, output_dir=output_dir, seed=self.request.seed, **changes)
 
@@ -166,7 +174,9 @@ class Plan:
 
         from planner.emit.trainer import mixed_precision
 
-        return Accelerator(**{"mixed_precision": mixed_precision(self.config.precision), **changes})
+        training = isinstance(self.config, TrainingConfig)  # at inference weights are in the plan's type themselves
+        precision = mixed_precision(self.config.precision) if training else "no"
+        return Accelerator(**{"mixed_precision": precision, **changes})
 
 
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

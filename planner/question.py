@@ -96,16 +96,16 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
     Raises InputError with all problems at once.
     """
     problems: list[Problem] = []
-    spec = _or_problems(
+    spec = or_problems(
         problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
     )
-    found = _or_problems(problems, lambda: _card(request, device))
-    counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
+    found = or_problems(problems, lambda: card_and_ceiling(request, device))
+    counts = or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
     if spec is not None:
         problems += _shape_problems(request, spec)
     data = None
     if spec is not None and request.data is not None and not problems:
-        data = _or_problems(problems, lambda: _data(request, spec, progress))
+        data = or_problems(problems, lambda: _data(request, spec, progress))
     if problems or spec is None or found is None:
         raise InputError(problems)
     card, ceiling, reasons = found
@@ -113,7 +113,7 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
     long_texts = data.long_texts if data is not None else request.long_texts or TASK_FACTS[task].long_texts[0]
     workload, seq_len, more = _workload(request, spec, task, data)
     lengths = _lengths(counts, data, long_texts, seq_len)
-    simulator = _simulator(request, device, workload, card, ceiling_bytes=ceiling, seq_len=seq_len, lengths=lengths)
+    simulator = Simulator(workload, card, seq_len=seq_len, **on_card(request, device, ceiling, lengths))
     reasons = [*reasons, *more]
     return Question(
         request=request,
@@ -127,30 +127,20 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
     )
 
 
-def _simulator(
-    request: PlanRequest,
-    device: DeviceFacts | None,
-    workload: Workload,
-    card: Card,
-    *,
-    ceiling_bytes: int,
-    seq_len: int,
-    lengths: Lengths | None,
-) -> Simulator:
-    return Simulator(
-        workload,
-        card,
-        ceiling_bytes=ceiling_bytes,
-        seq_len=seq_len,
-        headroom_bytes=request.headroom_bytes,
-        host_ram_bytes=request.host_ram_bytes,
-        risk=request.risk,
-        allocator=parse_allocator(request.allocator),
-        lengths=lengths,
-        seed=request.seed,
-        gpus=request.gpus,
-        **({} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}),
-    )
+def on_card(request: PlanRequest, device: DeviceFacts | None, ceiling: int, lengths: Lengths | None) -> dict[str, Any]:
+    """What a simulator is told of the card beside itself: the arguments of planner.simulation.OnCard."""
+    context = {} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}
+    return {
+        "ceiling_bytes": ceiling,
+        "headroom_bytes": request.headroom_bytes,
+        "host_ram_bytes": request.host_ram_bytes,
+        "risk": request.risk,
+        "allocator": parse_allocator(request.allocator),
+        "lengths": lengths,
+        "seed": request.seed,
+        "gpus": request.gpus,
+        **context,
+    }
 
 
 def _data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
@@ -168,7 +158,8 @@ def _lengths(counts: list[int] | None, data: Decided | None, long_texts: LongTex
     return None if counts is None else given_lengths(counts, seq_len=seq_len, long_texts=long_texts)
 
 
-def _or_problems(problems: list[Problem], look_up: Any) -> Any:
+def or_problems(problems: list[Problem], look_up: Any) -> Any:
+    """What ``look_up`` returns; None where it raises InputError, whose problems are added."""
     try:
         return look_up()
     except InputError as error:
@@ -176,7 +167,7 @@ def _or_problems(problems: list[Problem], look_up: Any) -> Any:
         return None
 
 
-def _card(request: PlanRequest, device: DeviceFacts | None) -> tuple[Card, int, list[Reason]]:
+def card_and_ceiling(request: PlanRequest, device: DeviceFacts | None) -> tuple[Card, int, list[Reason]]:
     """The card, the ceiling on it in bytes, and why both."""
     if device is not None:
         from planner.hardware import card_of_device
@@ -218,10 +209,18 @@ def _shape_problems(request: PlanRequest, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem(argument="batch_size", message=message)
     else:
         yield from long_text_problems(request, task)
+    yield from position_problems(request, spec)
+
+
+def position_problems(request: PlanRequest, spec: ModelSpec, more: int = 0) -> Iterator[Problem]:
+    """A length, with ``more`` tokens after it, for which the model has no positions."""
     limit = spec.max_seq_len
-    if limit is not None and request.seq_len is not None and request.seq_len > limit:
-        message = f"got {request.seq_len}; {spec.model_id} has positions for {limit} tokens; ask for {limit} or less"
-        yield Problem(argument="seq_len", message=message)
+    if limit is not None and request.seq_len is not None and request.seq_len + more > limit:
+        room = f" and {more} that are written" if more else ""
+        message = (
+            f"got {request.seq_len}; {spec.model_id} has positions for {limit} tokens{room and ', these' + room}; "
+        )
+        yield Problem(argument="seq_len", message=f"{message}ask for {limit - more} or less")
 
 
 def _workload(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from planner import cache
-from planner.config import TrainingConfig
+from planner.config import InferenceConfig, TrainingConfig
 from planner.hardware import Card
 from planner.inspection import ModelFacts, flash2_obstacle, fused_loss_obstacle, inspect_model
+from planner.levers.checkpointing import every_n
 from planner.levers.offload import IN_THE_PASS
 from planner.levers.precision import has_masters
 from planner.memory.model import StepModel, Variant, agrees, fit_step
@@ -20,7 +21,11 @@ from planner.recording.repetition import NotRegularError, Stack
 from planner.workload import Workload
 
 if TYPE_CHECKING:
+    from planner.recording.kernels import Target
     from planner.recording.source import StepSource
+
+C = TypeVar("C", TrainingConfig, InferenceConfig)
+S = TypeVar("S")
 
 Structure = dict[str, Any]
 """The fields of a configuration that decide which events its step has."""
@@ -28,8 +33,8 @@ _SAME_MEMORY = {"tf32": "fp32", "bf16-master": "bf16"}
 """Precisions whose step records like another's."""
 
 
-class Recordings:
-    """Step models and update recordings of one workload on one card.
+class RecordingsOf(Generic[C, S]):
+    """Step models of one workload on one card, for one kind of configuration, each from one kind of source.
 
     ``checked_seq_len`` is the planned length: polynomials are checked against a recording there.
     """
@@ -38,8 +43,22 @@ class Recordings:
         self.workload = workload
         self.card = card
         self._checked_seq_len = checked_seq_len
-        self._sources: dict[str, StepSource] = {}
+        self._sources: dict[str, S] = {}
         self._stacks: dict[str, tuple[Stack, ...]] = {}
+
+    def structure(self, config: C) -> Structure:
+        """The fields that decide which events a step has; configurations that share them share recordings."""
+        raise NotImplementedError
+
+    def record(self, config: C, shape: Shape) -> Recording:
+        """Record one shape, remembering whether the structure's layers repeat."""
+        raise NotImplementedError
+
+    def _make_source(self, config: C, structure: Structure, target: Target, stacks: tuple[Stack, ...]) -> S:
+        raise NotImplementedError
+
+    def _plan_stacks(self, config: C) -> tuple[Stack, ...]:
+        raise NotImplementedError
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -55,6 +74,72 @@ class Recordings:
     def flash2_obstacle(self) -> str:
         """Why the model can't run on the flash_attn package; empty where it can."""
         return cache.remembered("flash2", self._workload_key, lambda: flash2_obstacle(self.workload))
+
+    def step_model(self, config: C, variant: Variant) -> StepModel | None:
+        """The fitted model, None where sizes follow no polynomial or don't at the planned length."""
+        structure = self.structure(config)
+        key = {**self._key(structure), "variant": variant._asdict()}
+        model = cache.remembered("steps", key, lambda: self._fit(config, variant))
+        shape = (1 if variant.single else 2, self._checked_seq_len or 0)
+        if model is None or Variant.of(shape) != variant or not shape[1]:
+            return model
+        agreed = cache.remembered(
+            "checks",
+            {**key, "shape": shape},
+            lambda: agrees(model, self.record(config, shape), shape),
+        )
+        return model if agreed else None
+
+    def _fit(self, config: C, variant: Variant) -> StepModel | None:
+        """From recordings of a shallow model where its layers repeat, else of the whole one."""
+        shapes = variant.shapes(self.workload.spec.max_seq_len)
+        if not shapes:
+            return None
+        try:
+            return fit_step(lambda shape: self.record(config, shape), shapes)
+        except NotPolynomialError:
+            return None
+
+    def _from_layers(self, config: C, record: Callable[[S], Recording]) -> Recording:
+        """From the shallow model where its layers repeat, else from the whole one."""
+        structure = self.structure(config)
+        key = repr(structure)
+        if key not in self._stacks:
+            self._stacks[key] = self._plan_stacks(config)
+        try:
+            return record(self._source(config, structure, self._stacks[key]))
+        except NotRegularError:
+            self._stacks[key] = ()
+            return record(self._source(config, structure))
+
+    def _source(self, config: C, structure: Structure, stacks: tuple[Stack, ...] = ()) -> S:
+        from planner.recording.kernels import Target
+
+        key = repr((structure, stacks))
+        if key not in self._sources:
+            target = Target(compute_capability=self.card.compute_capability, kind=self.card.kind)
+            self._sources[key] = self._make_source(config, structure, target, stacks)
+        return self._sources[key]
+
+    @property
+    def _workload_key(self) -> dict[str, Any]:
+        return asdict(self.workload)
+
+    def key(self, config: C) -> dict[str, Any]:
+        """What all recordings of a configuration depend on."""
+        return self._key(self.structure(config))
+
+    def _key(self, structure: Structure) -> dict[str, Any]:
+        return {
+            "workload": self._workload_key,
+            "compute_capability": self.card.compute_capability,
+            "kind": self.card.kind,
+            "structure": structure,
+        }
+
+
+class Recordings(RecordingsOf[TrainingConfig, "StepSource"]):
+    """Step models and update recordings of training."""
 
     def trainable_parameters(self, config: TrainingConfig) -> int:
         """Number of parameters that get gradients."""
@@ -86,31 +171,6 @@ class Recordings:
             **_shared(config),
         }
 
-    def step_model(self, config: TrainingConfig, variant: Variant) -> StepModel | None:
-        """The fitted model, None where sizes follow no polynomial or don't at the planned length."""
-        structure = self.structure(config)
-        key = {**self._key(structure), "variant": variant._asdict()}
-        model = cache.remembered("steps", key, lambda: self._fit(config, variant))
-        shape = (1 if variant.single else 2, self._checked_seq_len or 0)
-        if model is None or Variant.of(shape) != variant or not shape[1]:
-            return model
-        agreed = cache.remembered(
-            "checks",
-            {**key, "shape": shape},
-            lambda: agrees(model, self.record(config, shape), shape),
-        )
-        return model if agreed else None
-
-    def _fit(self, config: TrainingConfig, variant: Variant) -> StepModel | None:
-        """From recordings of a shallow model where its layers repeat, else of the whole one."""
-        shapes = variant.shapes(self.workload.spec.max_seq_len)
-        if not shapes:
-            return None
-        try:
-            return fit_step(lambda shape: self.record(config, shape), shapes)
-        except NotPolynomialError:
-            return None
-
     def record(self, config: TrainingConfig, shape: Shape) -> Recording:
         """Record one shape, remembering whether the structure's layers repeat."""
         return self._from_layers(config, lambda source: source.record(shape))
@@ -136,20 +196,6 @@ class Recordings:
             "contrasts", key, lambda: self._source(config, structure).record_contrast(samples, parts)
         )
 
-    def _from_layers(self, config: TrainingConfig, record: Callable[[StepSource], Recording]) -> Recording:
-        """From the shallow model where its layers repeat, else from the whole one."""
-        structure = self.structure(config)
-        key = repr(structure)
-        if key not in self._stacks:
-            from planner.recording.source import plan_stacks
-
-            self._stacks[key] = plan_stacks(self.workload, config, self.facts.stacks)
-        try:
-            return record(self._source(config, structure, self._stacks[key]))
-        except NotRegularError:
-            self._stacks[key] = ()
-            return record(self._source(config, structure))
-
     def update(self, config: TrainingConfig) -> Recording:
         """Clip and update, the first time and later."""
         structure = self.structure(config)
@@ -171,32 +217,18 @@ class Recordings:
 
         return cache.remembered("updates", self._key(key), record)
 
-    def _source(self, config: TrainingConfig, structure: Structure, stacks: tuple[Stack, ...] = ()) -> StepSource:
-        from planner.recording.kernels import Target
+    def _make_source(
+        self, config: TrainingConfig, structure: Structure, target: Target, stacks: tuple[Stack, ...]
+    ) -> StepSource:
         from planner.recording.source import make_source
 
-        key = repr((structure, stacks))
-        if key not in self._sources:
-            changed = config.model_copy(update={"precision": structure["precision"]})
-            target = Target(compute_capability=self.card.compute_capability, kind=self.card.kind)
-            self._sources[key] = make_source(self.workload, changed, target, stacks)
-        return self._sources[key]
+        changed = config.model_copy(update={"precision": structure["precision"]})
+        return make_source(self.workload, changed, target, stacks)
 
-    @property
-    def _workload_key(self) -> dict[str, Any]:
-        return asdict(self.workload)
+    def _plan_stacks(self, config: TrainingConfig) -> tuple[Stack, ...]:
+        from planner.recording.source import plan_stacks
 
-    def key(self, config: TrainingConfig) -> dict[str, Any]:
-        """What all recordings of a configuration depend on."""
-        return self._key(self.structure(config))
-
-    def _key(self, structure: Structure) -> dict[str, Any]:
-        return {
-            "workload": self._workload_key,
-            "compute_capability": self.card.compute_capability,
-            "kind": self.card.kind,
-            "structure": structure,
-        }
+        return plan_stacks(self.workload, config.attention, self.facts.stacks, every=every_n(config.checkpointing) or 1)
 
 
 def _trained(structure: Structure) -> Structure:

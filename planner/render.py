@@ -78,13 +78,18 @@ def render(plan: Printable, folder: Path, console: Console | None = None) -> Non
             console.print(Padding(table, (0, 0, 0, 2)))
     console.print(Text("\nRun", style="bold"))
     # Commands are for pasting: a line break inside one would break it.
-    for comment, line in next_commands(folder):
+    for comment, line in next_commands(folder, plan.request.mode):
         console.print(Text(f"  # {comment}", style="dim"))
         console.print(Text(f"  {line}"), soft_wrap=True)
 
 
-def next_commands(folder: Path) -> Iterator[tuple[str, str]]:
-    """What to run next: a short try, then the training."""
+def next_commands(folder: Path, mode: str = "train") -> Iterator[tuple[str, str]]:
+    """What to run next: a short try, then the whole."""
+    if mode == "infer":
+        script = f"python {shlex.quote(str(folder / 'infer.py'))} --data FILE --output answers.jsonl"
+        yield "the first hundred rows, to see what is answered", f"{script} --limit 100"
+        yield "all of them; FILE is jsonl or csv, - reads standard input; --resume goes on after a stop", script
+        return
     config_file, script = (shlex.quote(str(folder / name)) for name in ("accelerate.yaml", "train.py"))
     launch = f"accelerate launch --config_file {config_file} {script} --data FILE"
     yield "ten steps, to see that the data is read and the loss falls", f"{launch} --max-steps 10"
@@ -120,10 +125,29 @@ def _headline(plan: Printable) -> Text:
     text.append(f"fits: needs {format_bytes(memory.total_bytes)} of {format_bytes(memory.ceiling_bytes)} ")
     text.append(f"({memory.total_bytes:,} of {memory.ceiling_bytes:,} bytes)\n")
     text.append(f"card: --vram {plan.request.vram} is {plan.request.vram_bytes:,} bytes on the label\n")
-    text.append(f"speed: {time.step_ms:,.0f} ms a step, {time.tokens_per_s:,.0f} tokens/s ({time.source})")
+    text.append(f"speed: {_speed(plan)} ({time.source})")
     if plan.search:
         text.append(f"\ntrials: {_trials(plan.search)}")
     return text
+
+
+def _speed(plan: Printable) -> str:
+    """Of a step of training, or of a batch of texts."""
+    time, workload = plan.time, plan.workload
+    if plan.request.mode == "train":
+        return f"{time.step_ms:,.0f} ms a step, {time.tokens_per_s:,.0f} tokens/s"
+    what = {"reranking": "documents", "causal-lm": "requests"}.get(workload["task"], "texts")
+    said = (
+        f"{time.sequences_per_s:,.4g} {what}/s, {time.tokens_per_s:,.0f} tokens/s; {time.step_ms:,.0f} ms a full batch"
+    )
+    if time.prefill_ms is not None:
+        said += (
+            f"; prefill {time.prefill_ms:,.0f} ms ({time.prefill_tokens_per_s:,.0f} tokens/s), "
+            f"then {time.decode_ms_per_token:,.1f} ms a token ({time.decode_tokens_per_s:,.0f} tokens/s)"
+        )
+    if time.upper_ms is not None:
+        said += f"; with the weights' transfers between {time.lower_ms:,.0f} and {time.upper_ms:,.0f} ms a batch"
+    return said
 
 
 def _trials(search: Mapping[str, Any]) -> str:

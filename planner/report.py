@@ -10,7 +10,7 @@ from planner.levers import LEVERS, conflict
 from planner.measure.protocol import Measurement
 from planner.plans import MEMORY_COLUMNS, Reason
 from planner.request import PlanRequest
-from planner.search import SearchResult, Trial
+from planner.search import C, SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import Space, effective_batch_size
 from planner.units import format_bytes
@@ -24,7 +24,7 @@ _STRUCTURE = (
     *("method", "precision", "checkpointing", "attention", "loss", "quantization", "optimizer", "offload"),
     "parallelism",
 )
-_LENGTHS = tuple(2**n for n in range(5, 17))
+LENGTHS = tuple(2**n for n in range(5, 17))
 """Lengths of memory.csv, in tokens."""
 
 
@@ -125,11 +125,12 @@ def alternatives_of(best: Trial, result: SearchResult) -> list[dict[str, Any]]:
         if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
             continue
         seen.add(_structure(trial.config))
-        rows.append(_alternative(trial, best))
+        rows.append(alternative(trial, best))
     return rows
 
 
-def _alternative(trial: Trial, best: Trial) -> dict[str, Any]:
+def alternative(trial: Trial[C], best: Trial[C]) -> dict[str, Any]:
+    """A configuration beside the chosen one: memory, speed, and what is worse about it."""
     need, best_need, time, best_time = _two_steps(trial), _two_steps(best), trial.best_time, best.best_time
     assert time and best_time
     slower = best_time.tokens_per_s / time.tokens_per_s - 1
@@ -144,7 +145,7 @@ def _alternative(trial: Trial, best: Trial) -> dict[str, Any]:
     }
 
 
-def _two_steps(trial: Trial) -> int:
+def _two_steps(trial: Trial[C]) -> int:
     """What two steps of the largest batch need in all: of a measured trial the whole run, which all of them have."""
     memory = trial.run if trial.measured and trial.run else trial.memory
     assert memory
@@ -196,13 +197,22 @@ def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
 
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
-    # a lower bound that is over the ceiling is no prediction: the reason tells it
-    memory, time = trial.known if trial.known and trial.known.breakdown else None, trial.time
     fields = trial.config.model_dump(mode="json")
     lora = fields.pop("lora")
     return {
         **fields,
         "lora_r": lora["r"] if lora else "",
+        **predicted_and_measured(trial),
+        "status": trial.status,
+        "reason": trial.reason,
+    }
+
+
+def predicted_and_measured(trial: Trial[C]) -> dict[str, Any]:
+    """The columns of trials.csv that say what was predicted and measured; blank where nothing was."""
+    # a lower bound that is over the ceiling is no prediction: the reason tells it
+    memory, time = trial.known if trial.known and trial.known.breakdown else None, trial.time
+    return {
         "predicted_peak_allocated_bytes": memory.peak_allocated_bytes if memory else "",
         "predicted_peak_reserved_bytes": memory.peak_reserved_bytes if memory else "",
         "predicted_total_bytes": memory.total_bytes if memory else "",
@@ -213,8 +223,6 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "measured_step_ms": _or_blank(trial.measured, "step_ms"),
         "predicted_tokens_per_s": time.tokens_per_s if time else "",
         "measured_tokens_per_s": _or_blank(trial.measured, "tokens_per_s"),
-        "status": trial.status,
-        "reason": trial.reason,
     }
 
 
@@ -225,8 +233,8 @@ def _or_blank(measured: Measurement | None, name: str) -> Any:
 
 def memory_rows(config: TrainingConfig, simulator: Simulator) -> list[dict[str, Any]]:
     """The rows of memory.csv: the chosen structure over micro-batches and lengths, around what was chosen."""
-    limit = simulator.workload.spec.max_seq_len or max(_LENGTHS)
-    lengths = sorted({n for n in _LENGTHS if n <= min(limit, 2 * config.seq_len)} | {config.seq_len})
+    limit = simulator.workload.spec.max_seq_len or max(LENGTHS)
+    lengths = sorted({n for n in LENGTHS if n <= min(limit, 2 * config.seq_len)} | {config.seq_len})
     batches = sorted({max(2, config.micro_batch_size // 2), config.micro_batch_size, 2 * config.micro_batch_size})
     rows = []
     for seq_len in lengths:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_serializer, model_validator
@@ -15,24 +14,16 @@ from planner import config
 from planner.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSyntaxError, parse_allocator
 from planner.calibration import DEFAULT_RISK
 from planner.contradictions import contradictions
-from planner.errors import InputError, Problem
+from planner.errors import InputError, Problem, near_match
 from planner.units import LARGEST_VRAM_BYTES, parse_bytes, shown
 
-MODES = ("train",)
+MODES = ("train", "infer")
 METHODS = ("auto", *config.METHODS)
 LONG_TEXTS = ("truncate", "segment", "pack")
 DEVICES = ("auto", "none", "cpu", "cuda")
 """Words for the device; ``cuda:1`` names one of several."""
 LARGEST_COUNT = 10_000_000
 """Bound of every count in a request: far above any use, far below what would make the arithmetic crawl."""
-
-
-def near_match(word: str, accepted: Iterable[str]) -> str | None:
-    """The accepted word that was most likely meant, or None: ``adamw`` -> ``adamw_fused``."""
-    words = list(accepted)
-    starts = [w for w in words if word and w.startswith(word)]
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return next(iter(starts or close), None)
 
 
 def _refusal(got: object, accepted: str, remedy: str = "") -> ValueError:
@@ -63,13 +54,8 @@ def _one_of(words: tuple[str, ...]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _some_of(
-    words: tuple[str, ...], pattern: str = "", example: str = "", impossible: Mapping[str, str] | None = None
-) -> BeforeValidator:
-    """A restriction of the sweep: words with commas between them, or a list of words.
-
-    ``impossible`` are words that people ask for and that cannot be had, with the reason.
-    """
+def _some_of(words: tuple[str, ...], pattern: str = "", example: str = "") -> BeforeValidator:
+    """A restriction of the sweep: words with commas between them, or a list of words."""
     accepted = f"one or more of {', '.join((*words, example) if example else words)}, separated by commas"
 
     def known(word: str) -> bool:
@@ -82,10 +68,9 @@ def _some_of(
         got = tuple(dict.fromkeys(p.strip().lower() for p in parts))
         wrong = [word for word in got if not known(word)]
         near = {near: None for word in wrong if (near := near_match(word, words))}
-        why = [reason for word, reason in (impossible or {}).items() if word in wrong]
         if wrong:
             remedy = f"did you mean {', '.join(near)}?" if near else ""
-            raise _refusal(",".join(wrong), accepted, "; ".join(why) or remedy)
+            raise _refusal(",".join(wrong), accepted, remedy)
         return got
 
     return BeforeValidator(read)
@@ -184,8 +169,9 @@ _GPU = "a card's name such as RTX 4060 or A100 80GB"
 _STORAGE = "a journal's file such as trials.log, or a database's URL such as postgresql+psycopg://user@host/db"
 _DATA = "a jsonl, csv, parquet or txt file, a folder that datasets saved, or a hub dataset's id"
 _CHECKPOINTING = _some_of(("none", "full"), r"every-([2-9]|[1-9][0-9]{1,2})", "every-2, every-4, ...")
-_DYNAMIC_INT8 = "dynamic int8 quantization runs on the CPU only and can't train"
-_NO_TRAINING = dict.fromkeys(("int8-dynamic", "dynamic-int8"), _DYNAMIC_INT8)
+_PRECISIONS = tuple(dict.fromkeys((*config.PRECISIONS, *config.INFERENCE_PRECISIONS)))
+_OFFLOADS = tuple(dict.fromkeys((*config.OFFLOADS, *config.INFERENCE_OFFLOADS)))
+_QUANTIZATIONS = tuple(dict.fromkeys((*config.QUANTIZATIONS, *config.INFERENCE_QUANTIZATIONS)))
 Words = tuple[str, ...]
 
 
@@ -200,8 +186,8 @@ class PlanRequest(BaseModel):
     """Memory on the card's label, as it was written: 8GB = 8GiB = 8192MiB, or plain bytes."""
     task: Annotated[config.Task, _one_of(config.TASKS)] | None = None
     """What the model is trained for; None: what its architecture says."""
-    mode: Annotated[Literal["train"], _one_of(MODES)] = "train"
-    """What the plan is for."""
+    mode: Annotated[Literal["train", "infer"], _one_of(MODES)] = "train"
+    """What the plan is for: training the model, or running it."""
     method: Annotated[Literal["auto", "full", "lora", "qlora"], _one_of(METHODS)] = "auto"
     """Which parameters are trained; auto: all if they fit, else adapters, else on a quantized base."""
     gpu: Annotated[str, _text(_GPU)] | None = None
@@ -228,17 +214,18 @@ class PlanRequest(BaseModel):
     overlap: Annotated[float, BeforeValidator(_overlap)] = 0.0
     """Share of a segment that the next one repeats."""
     batch_size: Annotated[int, _whole(1, unit="sequences")] | None = None
-    """Effective batch: sequences for each optimizer step."""
+    """Effective batch: sequences for each optimizer step; at inference the sequences of one batch."""
     batch_tokens: Annotated[int, _whole(1, unit="tokens")] | None = None
-    """Effective batch in tokens for each optimizer step; instead of ``batch_size``."""
-    precision: Annotated[Words, _some_of(config.PRECISIONS)] | None = None
+    """Effective batch in tokens for each optimizer step; at inference the tokens of one batch; instead of
+    ``batch_size``."""
+    precision: Annotated[Words, _some_of(_PRECISIONS)] | None = None
     """Precisions to choose from; None: all that the card has."""
     checkpointing: Annotated[Words, _CHECKPOINTING] | None = None
     """Activation checkpointing to choose from: none, full, every-N; None: all."""
-    offload: Annotated[Words, _some_of(config.OFFLOADS)] | None = None
+    offload: Annotated[Words, _some_of(_OFFLOADS)] | None = None
     """What may move to host memory; None: all."""
-    quantization: Annotated[Words, _some_of(config.QUANTIZATIONS, impossible=_NO_TRAINING)] | None = None
-    """How frozen base weights may be stored; None: as the method has it."""
+    quantization: Annotated[Words, _some_of(_QUANTIZATIONS)] | None = None
+    """How weights may be stored; None: in training as the method has it, at inference as they are if that fits."""
     optimizer: Annotated[Words, _some_of(config.OPTIMIZERS)] | None = None
     """Optimizers to choose from; None: all that keep the results of AdamW, others when nothing else fits."""
     attention: Annotated[Words, _some_of(config.ATTENTIONS)] | None = None
@@ -249,6 +236,17 @@ class PlanRequest(BaseModel):
     """Cards of this kind that train together."""
     parallelism: Annotated[Words, _some_of(tuple(w for w in config.PARALLELISMS if w != "none"))] | None = None
     """How several cards may share the work: ddp, fsdp2; None: both."""
+    max_new_tokens: Annotated[int, _whole(1, unit="tokens")] | None = None
+    """Tokens that a generating task writes for each request, at most; None: a usual number."""
+    concurrency: Annotated[int, _whole(1, unit="sequences")] | None = None
+    """Inference: sequences that there are at once, such as a query's documents or requests served together; None:
+    as many as there is room for."""
+    kv_cache: Annotated[Words, _some_of(config.KV_CACHES)] | None = None
+    """Kinds of cache of keys and values to choose from; None: those that change no result."""
+    prefill_chunk: Annotated[int, _whole(1, unit="tokens")] | None = None
+    """Tokens of a prompt in one pass; None: whole prompts, if these fit."""
+    prefix_tokens: Annotated[int, _whole(0, unit="tokens")] = 0
+    """Tokens at the beginning of prompts that requests share."""
     headroom: Annotated[str | int, _size(0)] = 0
     """Memory to keep free for other uses of the card, as a size such as 500MB or in bytes."""
     risk: Annotated[float, BeforeValidator(_risk)] = DEFAULT_RISK

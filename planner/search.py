@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol
 
-from planner.budget import Memory
-from planner.config import TrainingConfig
+from typing_extensions import TypeVar
+
+from planner.budget import Budget, Memory
+from planner.config import Config, InferenceConfig, TrainingConfig
 from planner.interrupts import interrupts_as_they_are
 from planner.levers import conflict
 from planner.measurements import log_noise
@@ -17,7 +21,6 @@ from planner.simulation import Simulator
 from planner.space import Space
 from planner.timing import Time
 from planner.units import format_bytes
-from planner.whole_run import whole_run
 
 if TYPE_CHECKING:
     import optuna
@@ -30,11 +33,16 @@ DEFAULT_TRIALS = 400
 """Trials of a larger space when the request gives no number."""
 
 
+C = TypeVar("C", TrainingConfig, InferenceConfig, default=TrainingConfig)
+Made_co = TypeVar("Made_co", covariant=True)
+Asked_contra = TypeVar("Asked_contra", contravariant=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(Generic[C]):
     """One configuration that was looked at."""
 
-    config: TrainingConfig
+    config: C
     """The configuration."""
     memory: Memory | None
     """Predicted memory; None where it was not worth computing."""
@@ -70,10 +78,10 @@ class Trial:
 
 
 @dataclass
-class SearchResult:
+class SearchResult(Generic[C]):
     """All trials of one search; ``best`` is the fastest that fits."""
 
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial[C]] = field(default_factory=list)
     run: int = 0
     """Trials that were run on the device for this result, failed ones included."""
     interrupted: bool = False
@@ -84,12 +92,12 @@ class SearchResult:
     """What went wrong without stopping it, a line each."""
 
     @property
-    def measured(self) -> list[Trial]:
+    def measured(self) -> list[Trial[C]]:
         """Trials with a measurement."""
         return [trial for trial in self.trials if trial.measured]
 
     @property
-    def fitting(self) -> list[Trial]:
+    def fitting(self) -> list[Trial[C]]:
         """Trials that fit, fastest first; among equally fast ones the one that needs least memory.
 
         Where anything was measured, only what was.
@@ -99,28 +107,28 @@ class SearchResult:
         return sorted((t for t in self.trials if t.status == "fits"), key=_preference)
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> Trial[C] | None:
         """The fastest trial that fits."""
         return next(iter(self.fitting), None)
 
-    def closest(self, simulator: Simulator) -> Trial | None:
+    def closest(self, simulator: Answers[C]) -> Trial[C] | None:
         """The trial that needs least memory, with its exact need; None when no trial's need is known.
 
         Many trials know a lower bound only: the exact need is found in the bounds' order, until a bound is above it.
         """
-        best: Trial | None = None
+        best: Trial[C] | None = None
         for trial in sorted((t for t in self.trials if t.memory), key=_known_bytes):
             if best is not None and _known_bytes(trial) >= _known_bytes(best):
                 break
             exact = replace(trial, memory=simulator.memory_of_budget(trial.config))
             if best is None or _known_bytes(exact) < _known_bytes(best):
                 best = exact
-        return best and replace(best, run=whole_run(simulator, best.config))
+        return best and replace(best, run=simulator.whole_run(best.config))
 
-    def settle(self, simulator: Simulator) -> None:
+    def settle(self, simulator: Answers[C]) -> None:
         """Hold the fastest trials against their whole runs, until one fits; those before it exceed the ceiling."""
         for trial in self.fitting:
-            run = whole_run(simulator, trial.config)
+            run = simulator.whole_run(trial.config)
             settled = replace(trial, run=run)
             if not run.fits:
                 settled = replace(settled, time=None, status="exceeds", reason=_over_later(run))
@@ -137,51 +145,104 @@ def _over_later(run: Memory) -> str:
     return f"two steps fit; {over} over the ceiling {when}"
 
 
-def _known_bytes(trial: Trial) -> int:
+def _known_bytes(trial: Trial[C]) -> int:
     assert trial.known is not None
     return trial.known.total_bytes
 
 
-def _preference(trial: Trial) -> tuple[float, int]:
+def _preference(trial: Trial[C]) -> tuple[float, int]:
     assert trial.time is not None and trial.memory is not None
     # speeds that first differ in the fifth digit are the same to a time model: take the smaller footprint
     return (-float(f"{trial.time.tokens_per_s:.4g}"), trial.memory.total_bytes)
 
 
-def _by_measured_speed(trials: list[Trial]) -> list[Trial]:
+def _by_measured_speed(trials: list[Trial[C]]) -> list[Trial[C]]:
     """Fastest first, but in front the smallest of those that the measurements' noise can't tell from the fastest."""
-    ordered = sorted(trials, key=_measured_preference)
+    ordered: list[Trial[C]] = sorted(trials, key=_measured_preference)
     if not ordered:
         return []
-    first = min((t for t in ordered if _is_a_tie(t, ordered[0])), key=lambda t: (_measured_bytes(t), ordered.index(t)))
-    return [first, *(trial for trial in ordered if trial is not first)]
+    tied = [trial for trial in ordered if _is_a_tie(trial, ordered[0])]
+    first: Trial[C] = min(tied, key=_measured_bytes)
+    ordered.insert(0, ordered.pop(next(i for i, trial in enumerate(ordered) if trial is first)))
+    return ordered
 
 
-def _is_a_tie(trial: Trial, fastest: Trial) -> bool:
+def _is_a_tie(trial: Trial[C], fastest: Trial[C]) -> bool:
     """Whether the speeds differ by less than the standard error of the difference, and than what is worth a trial."""
     from planner.expected_gain import WORTH_A_TRIAL
 
-    errors = [log_noise(t.measured, t.config.gradient_accumulation_steps) for t in (trial, fastest) if t.measured]
+    errors = [log_noise(t.measured, _passes(t.config)) for t in (trial, fastest) if t.measured]
     slower = _measured_speed(fastest) / _measured_speed(trial) - 1 if _measured_speed(trial) else math.inf
     return trial is fastest or slower < min(math.hypot(*errors), WORTH_A_TRIAL)
 
 
-def _measured_preference(trial: Trial) -> tuple[float, int]:
+def _passes(config: Config) -> int:
+    """Passes of a step."""
+    return 1 if isinstance(config, InferenceConfig) else config.gradient_accumulation_steps
+
+
+def _measured_preference(trial: Trial[C]) -> tuple[float, int]:
     return (-_measured_speed(trial), _measured_bytes(trial))
 
 
-def _measured_speed(trial: Trial) -> float:
+def _measured_speed(trial: Trial[C]) -> float:
     return (trial.measured and trial.measured.tokens_per_s) or 0.0
 
 
-def _measured_bytes(trial: Trial) -> int:
+def _measured_bytes(trial: Trial[C]) -> int:
     return (trial.measured and trial.measured.peak_reserved_bytes) or 0
+
+
+class SearchSpace(Protocol[Made_co]):
+    """What is searched: fields with their values, and the configuration that a choice of them is."""
+
+    @property
+    def values(self) -> Mapping[str, Sequence[str]]:
+        """Field to its values."""
+
+    @property
+    def size(self) -> int:
+        """Number of configurations."""
+
+    def configuration(self, chosen: Mapping[str, str]) -> Made_co:
+        """The configuration with these values."""
+
+    def least(self) -> Iterator[dict[str, str]]:
+        """The values of configurations than which no other claims to need less memory."""
+
+
+class Answers(Protocol[Asked_contra]):
+    """What answers for configurations."""
+
+    @property
+    def budget(self) -> Budget:
+        """The ceiling and what is kept off it."""
+
+    def memory_of_budget(self, config: Asked_contra) -> Memory:
+        """The peak over every shape that the token budget lets through."""
+
+    def whole_run(self, config: Asked_contra) -> Memory:
+        """The peak over all phases of a run."""
 
 
 def search(
     space: Space, simulator: Simulator, *, trials: int | None = None, timeout_s: float | None = None, seed: int = 0
 ) -> SearchResult:
-    """Look for the fastest configuration of the space that fits.
+    """Look for the fastest training configuration of the space that fits."""
+    look = partial(evaluate, simulator=simulator)
+    return explore(space, look, simulator.budget, trials=trials, timeout_s=timeout_s, seed=seed)
+
+
+def explore(
+    space: SearchSpace[C],
+    look: Callable[[C], Trial[C]],
+    budget: Budget,
+    *,
+    trials: int | None = None,
+    timeout_s: float | None = None,
+    seed: int = 0,
+) -> SearchResult[C]:
+    """Look for the fastest configuration of the space that fits, where ``look`` says of each what it needs.
 
     A small space is enumerated, by Optuna's grid sampler; a larger one, or one with fewer trials than configurations,
     is sampled with TPE, which learns from the constraint. The ceiling enters as ``trial.set_constraint``: at most zero
@@ -190,53 +251,55 @@ def search(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failing trial is told by the exception that ends the search
-    result = SearchResult()
-    if trials is None and (hopeless := _none_can_fit(space, simulator)):
+    result: SearchResult[C] = SearchResult()
+    if trials is None and (hopeless := _none_can_fit(space, look, budget)):
         result.trials += hopeless
         return result
-    budget = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
-    study = optuna.create_study(direction="maximize", sampler=_sampler(space, budget, seed))
-    if budget < space.size:  # a few trials must not miss that something fits at all
+    count = min(space.size, trials or (space.size if space.size <= EXHAUSTIVE_UP_TO else DEFAULT_TRIALS))
+    study = optuna.create_study(direction="maximize", sampler=_sampler(space.values, space.size, count, seed))
+    if count < space.size:  # a few trials must not miss that something fits at all
         for chosen in islice(space.least(), 2):
             study.enqueue_trial(chosen)
-    seen: set[TrainingConfig] = set()
+    seen: set[C] = set()
     with interrupts_as_they_are():
-        study.optimize(
-            lambda trial: _objective(trial, space, simulator, result, seen), n_trials=budget, timeout=timeout_s
-        )
+        study.optimize(lambda trial: _objective(trial, space, look, result, seen), n_trials=count, timeout=timeout_s)
     return result
 
 
-def _none_can_fit(space: Space, simulator: Simulator) -> list[Trial]:
+def _none_can_fit(space: SearchSpace[C], look: Callable[[C], Trial[C]], budget: Budget) -> list[Trial[C]]:
     """The trials that show that nothing in the space fits, without looking at the rest; none where something may.
 
     Levers' claims to lower memory hold for allocated bytes: a configuration that only its fragments keep out decides
     nothing.
     """
-    looked: list[Trial] = []
+    looked: list[Trial[C]] = []
     for chosen in space.least():
-        trial = evaluate(space.configuration(chosen), simulator)
+        trial = look(space.configuration(chosen))
         memory = trial.memory
-        if memory is None or memory.peak_allocated_bytes <= simulator.budget.allocator_bytes(trial.config):
+        if memory is None or memory.peak_allocated_bytes <= budget.allocator_bytes(trial.config):
             return []
         looked.append(trial)
     return looked
 
 
-def _sampler(space: Space, budget: int, seed: int) -> optuna.samplers.BaseSampler:
+def _sampler(values: Mapping[str, Sequence[str]], size: int, count: int, seed: int) -> optuna.samplers.BaseSampler:
     import optuna
 
-    if budget == space.size:
-        return optuna.samplers.GridSampler({name: list(options) for name, options in space.values.items()}, seed=seed)
+    if count == size:
+        return optuna.samplers.GridSampler({name: list(options) for name, options in values.items()}, seed=seed)
     return optuna.samplers.TPESampler(seed=seed, multivariate=True)
 
 
 def _objective(
-    trial: optuna.Trial, space: Space, simulator: Simulator, result: SearchResult, seen: set[TrainingConfig]
+    trial: optuna.Trial,
+    space: SearchSpace[C],
+    look: Callable[[C], Trial[C]],
+    result: SearchResult[C],
+    seen: set[C],
 ) -> float:
     chosen = {name: trial.suggest_categorical(name, list(options)) for name, options in space.values.items()}
     config = space.configuration(chosen)
-    looked = evaluate(config, simulator)
+    looked = look(config)
     if config not in seen:
         seen.add(config)
         result.trials.append(looked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -28,6 +28,7 @@ from planner.memory.polynomials import Shape
 from planner.recordings import Recordings
 from planner.timing import Time, step_time
 from planner.units import round_up
+from planner.whole_run import whole_run
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -55,22 +56,20 @@ def _this_machines_ram_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
-class Simulator:
-    """Answers what a configuration of one workload needs on one card.
+class OnCard:
+    """A card's ceiling, what is kept off it, and what else answers about it depend on.
 
-    ``seq_len`` is the planned length: the polynomials are checked against a recording there. ``allocator`` is what
-    the run sets; None: PyTorch's defaults. ``lengths`` of the user's data, and the ``seed`` of their order in a run.
-    ``context``: bytes that the process holds outside of its tensors, and how that is known; None: the catalogue's
-    figure, which a CPU has none of (ValueError). ``gpus``: cards that train together, whose NCCL buffers count too.
+    ``allocator`` is what the run sets; None: PyTorch's defaults. ``lengths`` of the user's data, and the ``seed`` of
+    their order in a run. ``context``: bytes that the process holds outside of its tensors, and how that is known;
+    None: the catalogue's figure, which a CPU has none of (ValueError). ``gpus``: cards that train together, whose NCCL
+    buffers count too.
     """
 
     def __init__(
         self,
-        workload: Workload,
         card: Card,
         *,
         ceiling_bytes: int,
-        seq_len: int | None = None,
         headroom_bytes: int = 0,
         host_ram_bytes: int | None = None,
         risk: float = DEFAULT_RISK,
@@ -80,7 +79,6 @@ class Simulator:
         context: tuple[int, str] | None = None,
         gpus: int = 1,
     ) -> None:
-        self.workload = workload
         self.card = card
         if context is None and card.kind == "cpu":
             raise ValueError("context: got None; accepted for a CPU: what a process holds there, as measured")
@@ -96,12 +94,29 @@ class Simulator:
             device=card.kind,
         )
         self._host_ram_bytes = host_ram_bytes or _this_machines_ram_bytes()
-        self.recordings = Recordings(workload, card, checked_seq_len=seq_len)
         options = allocator or AllocatorOptions(text="")
         self.allocator: AllocatorSettings | HostSettings = HostSettings()
         if card.kind == "cuda":
             self.allocator = options.settings(allowed_bytes=ceiling_bytes - held_bytes)
         self.lengths, self.seed = lengths, seed
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What the card can give."""
+        return self.budget.ceiling_bytes
+
+
+class Simulator(OnCard):
+    """Answers what a training configuration of one workload needs on one card.
+
+    ``seq_len`` is the planned length: the polynomials are checked against a recording there. ``on_card``: what OnCard
+    takes.
+    """
+
+    def __init__(self, workload: Workload, card: Card, *, seq_len: int | None = None, **on_card: Any) -> None:
+        super().__init__(card, **on_card)
+        self.workload = workload
+        self.recordings = Recordings(workload, card, checked_seq_len=seq_len)
         self._models: dict[str, MemoryModel] = {}
         self._corrections: Corrections | None = None
 
@@ -134,11 +149,6 @@ class Simulator:
         """What the model is."""
         return self.recordings.facts
 
-    @property
-    def ceiling_bytes(self) -> int:
-        """What the card can give."""
-        return self.budget.ceiling_bytes
-
     def memory(self, config: TrainingConfig) -> Memory:
         """The peak of training with this configuration."""
         peak = self.model(config).peak(
@@ -169,6 +179,10 @@ class Simulator:
                 other = self.memory(config.model_copy(update={"micro_batch_size": shape[0], "seq_len": shape[1]}))
                 own = max(own, other, key=lambda memory: memory.total_bytes)
         return own
+
+    def whole_run(self, config: TrainingConfig) -> Memory:
+        """The peak over every phase of a run, and an epoch of batches of different lengths."""
+        return whole_run(self, config)
 
     def least_bytes(self, config: TrainingConfig) -> int:
         """A lower bound of what is allocated, found without recording: weights, gradients and optimizer state alone.

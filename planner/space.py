@@ -129,14 +129,15 @@ def make_space(request: PlanRequest, context: Context, seq_len: int, *, last_res
             open_ones = [choice.value for choice in choices if choice.value in named]
             values[lever.field] = open_ones or [choice.value for choice in choices if choice.swept]
             continue
-        problems += _refusals(lever.field, named, choices)
+        problems += refusals(lever.field, named, choices)
         values[lever.field] = list(named)
     if problems:
         raise InputError(problems)
     return Space(context=context, seq_len=seq_len, values=values)
 
 
-def _refusals(argument: str, named: Sequence[str], choices: Sequence[Choice]) -> Iterator[Problem]:
+def refusals(argument: str, named: Sequence[str], choices: Sequence[Choice]) -> Iterator[Problem]:
+    """What is wrong with the values that a request names for a lever."""
     known = {choice.value: choice for choice in choices}
     valid = ", ".join(choice.value for choice in choices if choice.valid)
     for value in named:

@@ -1,4 +1,4 @@
-"""The tasks that a model can be trained for, and what each needs: one entry a task, for every room that asks.
+"""The tasks that a model can be trained or run for, and what each needs: one entry a task, for every room that asks.
 
 No torch here: the command's help and the checks of a request read this too.
 """
@@ -10,6 +10,7 @@ from typing import Literal
 
 LossKind = Literal["cross-entropy", "binary-cross-entropy", "squared-error", "contrastive"]
 LongTexts = Literal["truncate", "segment", "pack"]
+Answer = Literal["label", "labels", "number", "word-labels", "vector", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,12 @@ class TaskFacts:
     """Names that the column of its label usually has; empty where it has none."""
     num_labels: int | None = None
     """Outputs of the head, where the task says so; None: as asked for."""
+    answer: Answer | None = None
+    """What the model says of an input at inference; None where the task is for training alone."""
+    input_columns: tuple[int, int] | None = None
+    """How many texts an input has at inference, at least and at most; None: as many as a sample."""
+    usual_input_columns: tuple[tuple[str, ...], ...] = ()
+    """Names that their columns usually have; empty: those of a sample's texts."""
 
     @property
     def has_classes(self) -> bool:
@@ -52,6 +59,16 @@ class TaskFacts:
     def new_head(self) -> bool:
         """Whether the output layer is a small new one, and not the vocabulary's."""
         return self.labels in ("class", "classes", "number", "word-classes")
+
+    @property
+    def generates(self) -> bool:
+        """Whether inference writes text, token by token."""
+        return self.answer == "text"
+
+    @property
+    def columns_of_input(self) -> tuple[tuple[str, ...], ...]:
+        """Names that the columns of an input's texts usually have."""
+        return self.usual_input_columns or self.usual_text_columns
 
     @property
     def sequences_per_sample(self) -> int:
@@ -89,6 +106,7 @@ _ALL = (
         long_texts=("truncate", "segment"),
         usual_text_columns=(*_ONE, *_LABELLED),
         usual_label_columns=_LABEL,
+        answer="label",
     ),
     TaskFacts(
         name="multi-label-classification",
@@ -99,6 +117,7 @@ _ALL = (
         long_texts=("truncate", "segment"),
         usual_text_columns=(*_ONE, *_LABELLED),
         usual_label_columns=_LABEL,
+        answer="labels",
     ),
     TaskFacts(
         name="regression",
@@ -110,6 +129,7 @@ _ALL = (
         num_labels=1,
         usual_text_columns=(*_ONE, *_LABELLED),
         usual_label_columns=_LABEL,
+        answer="number",
     ),
     TaskFacts(
         name="token-classification",
@@ -122,6 +142,7 @@ _ALL = (
         long_texts=("segment", "truncate"),
         usual_text_columns=(("tokens",), ("words",), ("text",), ("sentence",)),
         usual_label_columns=("ner_tags", "labels", "tags", "label"),
+        answer="word-labels",
     ),
     TaskFacts(
         name="masked-lm",
@@ -144,6 +165,9 @@ _ALL = (
         text_columns=(1, 2),  # a text, or a prompt and what follows it
         long_texts=("segment", "pack", "truncate"),
         usual_text_columns=(("prompt", "completion"), ("instruction", "output"), *_ONE),
+        answer="text",
+        input_columns=(1, 1),
+        usual_input_columns=(("prompt",), ("instruction",), ("question",), *_ONE),
     ),
     TaskFacts(
         name="seq2seq-lm",
@@ -156,6 +180,7 @@ _ALL = (
         long_texts=("truncate",),
         usual_text_columns=_ONE,
         usual_label_columns=("target", "summary", "label", "labels"),
+        answer="text",
     ),
     TaskFacts(
         name="embedding",
@@ -168,6 +193,9 @@ _ALL = (
         joined=False,
         long_texts=("truncate",),
         usual_text_columns=_PAIRS,
+        answer="vector",
+        input_columns=(1, 1),
+        usual_input_columns=(*_ONE, ("anchor",), ("query",)),
     ),
     TaskFacts(
         name="reranking",
@@ -179,7 +207,12 @@ _ALL = (
         num_labels=1,
         usual_text_columns=_TWO,
         usual_label_columns=("label", "labels", "relevance", "score"),
+        answer="number",
     ),
 )
 TASK_FACTS: dict[str, TaskFacts] = {facts.name: facts for facts in _ALL}
 """Task to what is true of it."""
+INFERENCE_TASKS: tuple[str, ...] = tuple(facts.name for facts in _ALL if facts.answer is not None)
+"""Tasks that a model can be run for."""
+GENERATING_TASKS: tuple[str, ...] = tuple(facts.name for facts in _ALL if facts.generates)
+"""Those of them that write text."""

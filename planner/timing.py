@@ -56,6 +56,29 @@ class Time:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InferenceTime(Time):
+    """Time of one batch of the longest texts, and speeds over texts of all lengths.
+
+    ``tokens_per_s``: of texts that are read; of a generating task, of what is written, prefill included.
+    """
+
+    sequences_per_s: float
+    """Texts, documents or requests a second, at the planned lengths."""
+    prefill_ms: float | None = None
+    """Of a generating task: from a batch's arrival to its first token."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens a second in that."""
+    decode_ms_per_token: float | None = None
+    """For each further token of the whole batch, on average."""
+    decode_tokens_per_s: float | None = None
+    """Tokens of all the batch's sequences a second, after the first."""
+    lower_ms: float | None = None
+    """With offloaded weights: the batch's time if transfers took what the link's rate says and nothing else."""
+    upper_ms: float | None = None
+    """With offloaded weights: the batch's time if nothing overlapped and every copy waited for the one before."""
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 _NO_KERNEL = frozenset(
@@ -349,6 +372,7 @@ def _passes_seconds(
 
 __all__ = [
     "Achievable",
+    "InferenceTime",
     "Operators",
     "Pass",
     "Time",

@@ -9,8 +9,8 @@ from planner.errors import NothingFitsError
 from planner.hardware import all_cards, ceiling_bytes, typical_card
 from planner.levers import conflict
 from planner.request import PlanRequest
-from planner.search import SearchResult, Trial
-from planner.simulation import Simulator
+from planner.search import C, SearchResult, Trial
+from planner.simulation import OnCard, Simulator
 from planner.space import Space, rungs
 from planner.units import GIB, MIB, format_bytes, round_up
 from planner.whole_run import whole_run
@@ -22,7 +22,7 @@ def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, resul
     if closest is None:  # offloading was asked for, and the host is too small for any configuration
         raise NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
     assert closest.known is not None
-    smallest = _smallest_label_bytes(closest, simulator)
+    smallest = smallest_label_bytes(closest, simulator)
     over = closest.known.total_bytes - closest.known.ceiling_bytes
     lines = [
         f"nothing fits: {simulator.workload.spec.model_id} at {space.seq_len} tokens in "
@@ -31,14 +31,15 @@ def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, resul
         f"{format_bytes(max(over, 0))} too much"
         + (f"; {closest.reason}" if over <= 0 else "")
         + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
-        _would_do(smallest, on_cpu=simulator.card.kind == "cpu"),
+        would_do(smallest, on_cpu=simulator.card.kind == "cpu"),
         *_remedies(request, simulator, closest),
         *_with_more_host_memory(simulator, result),
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
 
 
-def _would_do(smallest_bytes: int, *, on_cpu: bool) -> str:
+def would_do(smallest_bytes: int, *, on_cpu: bool) -> str:
+    """The line that says which card is large enough."""
     if on_cpu:
         return f"smallest ceiling that would do: --vram {smallest_bytes // MIB}MB"
     return f"smallest card that would do: --vram {smallest_bytes // GIB}GB"
@@ -51,7 +52,7 @@ def _describe(config: TrainingConfig) -> str:
     return f"{', '.join(parts)}, micro-batch {config.micro_batch_size}"
 
 
-def _smallest_label_bytes(closest: Trial, simulator: Simulator) -> int:
+def smallest_label_bytes(closest: Trial[C], simulator: OnCard) -> int:
     """The smallest label whose typical card reports enough, as ``--vram`` alone would take it; else the need."""
     assert closest.known is not None
     need = closest.known.total_bytes

@@ -136,7 +136,7 @@ class Workload:
         import torch
 
         content = _Ones() if device == "meta" else _Random(self, device, seed)
-        rows, target_len = micro_batch_size * self.facts.sequences_per_sample, self.target_seq_len or seq_len
+        rows, target_len = micro_batch_size * self.sequences_per_input, self.target_seq_len or seq_len
         batch = {
             "input_ids": content.tokens(rows, seq_len),
             "attention_mask": torch.ones(rows, seq_len, dtype=torch.int64, device=device),
@@ -167,6 +167,11 @@ class Workload:
         """Features of a token's last state."""
         text = self._plain_config.get_text_config()
         return int(getattr(text, "word_embed_proj_dim", None) or text.hidden_size)  # OPT's states are projected
+
+    @property
+    def sequences_per_input(self) -> int:
+        """Rows of a batch that one sample takes."""
+        return self.facts.sequences_per_sample
 
     def tokens_per_sequence(self, seq_len: int) -> int:
         """Tokens that one sample of a micro-batch counts for."""

@@ -141,7 +141,7 @@ def test_layers_repeat_under_autocast() -> None:
     spec = tiny("bert-base-uncased", num_hidden_layers=7, **SMALL_BERT)
     workload = Workload(spec=spec, task="sequence-classification")
     config = make_config(precision="bf16-amp")
-    stacks = plan_stacks(workload, config, [7])
+    stacks = plan_stacks(workload, config.attention, [7])
     deep = make_source(workload, config, CPU).record(SHAPE)
     repeated = make_source(workload, config, CPU, stacks).record(SHAPE)
     assert stacks

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.config import LoraSettings, TrainingConfig
-from planner.levers.checkpointing import stack_sizes
+from planner.levers.checkpointing import every_n, stack_sizes
 from planner.models import ModelSpec
 from planner.recording.kernels import Target
 from planner.recording.record import Recording
@@ -84,7 +84,7 @@ def test_deepened_recording_equals_the_deep_models(spec, task, structure):
     workload = Workload(spec=spec, task=task, target_seq_len=32 if task == "seq2seq-lm" else None)
     config = config_of(**structure)
     deep = make_source(workload, config, TARGET)
-    stacks = plan_stacks(workload, config, stack_sizes(deep.model))
+    stacks = plan_stacks(workload, config.attention, stack_sizes(deep.model), every=every_n(config.checkpointing) or 1)
     assert stacks
     shallow = make_source(workload, config, TARGET, stacks)
     assert sum(stack.template_layers for stack in stacks) == sum(stack_sizes(shallow.model))

@@ -115,7 +115,7 @@ def test_choices_match_their_types(field):
         ("task", "sequence_classification", "did you mean sequence-classification?"),
         ("attention", "spda", "did you mean sdpa?"),
         ("checkpointing", "every-1", "every-2, every-4, ..."),
-        ("mode", "infer", "accepted: train"),
+        ("mode", "serve", "accepted: train, infer"),
         ("device", "gpu", "did you mean cuda?"),
         ("seq_len", "5.0", "a whole number of tokens from 1 to"),
         ("headroom", "500", "write 500GB"),

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Mapping
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-
-from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
 from planner.config import TrainingConfig
 from planner.emit.header import header_lines, memory_line
 from planner.emit.tasks import TASK_WORDS, TaskWords, learning_rate
+from planner.emit.templating import platform_context, template
 from planner.errors import InputError, Problem
 from planner.levers import parallelism
 from planner.levers.offload import ON_HOST, clash
 from planner.levers.precision import WEIGHT_DTYPES, has_masters, width_multiple
-from planner.measure.environment import MMAP_THRESHOLD_BYTES
 from planner.tasks import TASK_FACTS, TaskFacts
 
 EMITTED_TASKS = tuple(TASK_WORDS)
@@ -48,11 +42,6 @@ _OVERLONG = {
 }
 _AMP = {"fp16-amp": "fp16", "bf16-amp": "bf16"}
 _TORCH_DTYPE = {"fp16": "float16", "bf16": "bfloat16"}
-_ATTENTION = {
-    "eager": "keeps a score per pair of tokens: grows with the square",
-    "sdpa": "fused kernels keep no scores: grows with the length alone",
-    "flash2": "keeps no scores, and no padding within",
-}
 
 
 def render_training_files(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -61,58 +50,21 @@ def render_training_files(plan: Mapping[str, Any]) -> dict[str, str]:
     Raises InputError for a task or a combination of levers that no script can be written for.
     """
     context = _context(plan)
-    templates = _environment()
-    return {file: templates.get_template(f"{file}.j2").render(context) for file in ("train.py", "accelerate.yaml")}
-
-
-def template(name: str) -> Template:
-    """One of the templates."""
-    return _environment().get_template(name)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("planner.emit"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["literal"] = lambda value: json.dumps(value, ensure_ascii=False)
-    environment.filters["python"] = repr
-    environment.globals["source"] = _source
-    return environment
-
-
-@cache
-def _source(module: str, *names: str) -> str:
-    """Functions of ``planner.parts`` as they stand there: what is planned is what is done.
-
-    Read, not imported: the losses' module loads torch, which a second plan does without.
-    """
-    text = (resources.files("planner.parts") / f"{module}.py").read_text(encoding="utf-8")
-    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    lines = text.splitlines()
-    return "\n\n\n".join("\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in map(functions.__getitem__, names))
+    return {file: template(f"{file}.j2").render(context) for file in ("train.py", "accelerate.yaml")}
 
 
 def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
     workload, config, request = plan["workload"], plan["config"], plan["request"]
     _check(workload["task"], config)
     task, words = workload["task"], TASK_WORDS[workload["task"]]
-    trust = bool(request.get("trust_remote_code"))
     return {
         **_task(workload, request),
         **_precision(config),
-        **_allocator(plan),
+        **platform_context(plan),
         **_sharing(config),
         "config": config,
         "multiple": width_multiple(config["precision"]),
         "memory_text": memory_line(plan),
-        "on_cpu": plan["hardware"].get("kind") == "cpu",
-        "mmap_threshold_bytes": MMAP_THRESHOLD_BYTES,
         "header": header_lines(plan),
         "about": _about(plan),
         "description": f"Train {_what(workload)}",
@@ -130,9 +82,6 @@ def _context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "int8": config["quantization"] == "int8",
         **_fused_loss(words, config),
         **_masters(config),
-        "attention_name": "flash_attention_2" if config["attention"] == "flash2" else config["attention"],
-        "attention_comment": _ATTENTION[config["attention"]],
-        "trust": ", trust_remote_code=True" if trust else "",
     }
 
 
@@ -253,19 +202,6 @@ def _masters(config: Mapping[str, Any]) -> dict[str, Any]:
     call, state = _MASTERED[config["optimizer"]]
     masters = has_masters(config["precision"], config["method"]) and config["offload"] not in ON_HOST
     return {"masters": masters, "optimizer_call": call, "optimizer_state": state}
-
-
-def _allocator(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch's allocator is told; garbage collection also needs the limit that its threshold is a share of."""
-    options = parse_allocator(plan["request"].get("allocator") or DEFAULT_ALLOCATOR)
-    collects = options.garbage_collection_threshold is not None
-    memory = plan["memory"]
-    return {
-        "allocator": options.text,
-        "expandable": options.expandable_segments,
-        "limit_bytes": memory["ceiling_bytes"] - memory["context_bytes"],
-        "collects": collects,
-    }
 
 
 def _target_seq_len(workload: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -279,13 +279,13 @@ class MemoryModel:
 
     def largest_micro_batch(self, seq_len: int, budget_bytes: int, *, accumulate: bool, limit: int = 4096) -> int:
         """The largest micro-batch whose reserved peak is within the budget; 0 when none is."""
-        return _largest(lambda b: self._within((b, seq_len), budget_bytes, accumulate=accumulate), limit)
+        return largest(lambda b: self._within((b, seq_len), budget_bytes, accumulate=accumulate), limit)
 
     def longest_seq_len(
         self, micro_batch_size: int, budget_bytes: int, *, accumulate: bool, limit: int, multiple: int = 8
     ) -> int:
         """The longest length (a multiple of ``multiple``, at most ``limit``) within the budget; 0 when none is."""
-        units = _largest(
+        units = largest(
             lambda n: self._within((micro_batch_size, n * multiple), budget_bytes, accumulate=accumulate),
             limit // multiple,
         )
@@ -305,7 +305,7 @@ def _rounded(sizes: Int64s, nbytes: int) -> Int64s:
     return -(-sizes // nbytes) * nbytes
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
+def largest(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number from 1 to ``limit`` that fits, by doubling and bisection; 0 when 1 doesn't."""
     low, high = 0, 1
     while high <= limit and fits(high):

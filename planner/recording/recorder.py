@@ -155,6 +155,17 @@ class Recorder(TorchDispatchMode):
         """Allocate a block and free it again, to have its memory in the cache; its size is left open."""
         self._release(self._allocate(0, TEMPORARIES))
 
+    def mark(self, tensors: Iterable[Tensor], category: int) -> None:
+        """Give the blocks of tensors that are there a category of their own."""
+        for tensor in tensors:
+            block = self.block(tensor)
+            if block is not None:
+                self._categories[block] = category
+
+    def close(self) -> None:
+        """Later frees are no longer written: what is recorded ends here, in the middle of a run."""
+        self._open = False
+
     def block(self, tensor: Tensor) -> int | None:
         """The block that holds a tensor, or None when it was never seen."""
         return self._block_of.get(tensor.untyped_storage()._cdata)

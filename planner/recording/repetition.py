@@ -197,9 +197,11 @@ class _Repetition:
                     if number is None:
                         raise NotRegularError("a block is freed before it is allocated")
                     events.append(number if event > 0 else -number)
-                    layers.append(OUTSIDE_LAYERS)
+                    layers.append(self._deep_layer(recording.layers[run.start + offset], copy))
                 gradients += [(base + i, numbers[block, copy]) for i, block in run.gradients]
-                ops += [replace(op, position=base + op.position) for op in run.ops]
+                ops += [
+                    replace(op, position=base + op.position, layer=self._deep_layer(op.layer, copy)) for op in run.ops
+                ]
         return Recording(
             sizes=[recording.sizes[k] for k in origin],
             categories=[recording.categories[k] for k in origin],
@@ -210,6 +212,21 @@ class _Repetition:
             gates=self._gates(origin),
             ops=ops,
         )
+
+    def _deep_layer(self, layer: int, copy: int) -> int:
+        """The layer of the deep model, counted through all stacks, that a copy of a template layer's event is of."""
+        unit = self._unit_of_layer[layer]
+        if unit is None:
+            return OUTSIDE_LAYERS
+        stack, index = unit
+        before = self._stacks[:stack]
+        within = layer - sum(other.template_layers for other in before)
+        first = sum(other.layers for other in before)
+        if not self._stacks[stack].repeats:
+            return first + within
+        period = self._stacks[stack].period
+        further = copy if index == _REPEATED else (self._stacks[stack].copies - 1) * (index > _REPEATED)
+        return first + within + further * period
 
     def _gates(self, origin: list[int]) -> list[tuple[int, int, int]]:
         gates = {block: (count, threshold) for block, count, threshold in self._recording.gates}

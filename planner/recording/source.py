@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from planner.config import TrainingConfig
 from planner.errors import InputError, RecordingError
-from planner.levers.checkpointing import checkpointing_layers, every_n, stack_sizes
+from planner.levers.checkpointing import checkpointing_layers, stack_sizes
 from planner.levers.offload import ON_HOST
 from planner.levers.optimizer import make_optimizer
 from planner.levers.precision import autocast_dtype
@@ -117,7 +117,7 @@ class StepSource:
 def make_source(workload: Workload, config: TrainingConfig, target: Target, stacks: Sequence[Stack] = ()) -> StepSource:
     """Build the model with every lever applied; shallow when ``stacks`` says how to deepen its recordings."""
     with _model_code(workload, config):
-        model = build_model(workload, config, **_shallow(workload, stacks))
+        model = build_model(workload, config, **shallow_changes(workload, stacks))
     if target.kind == "cpu":
         model = cpu.moved(model)
     sharding = None
@@ -144,9 +144,14 @@ def _semantics(source: StepSource) -> Semantics:
 _DEPTH_FIELDS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
-def plan_stacks(workload: Workload, config: TrainingConfig, layers_of_stacks: Sequence[int]) -> tuple[Stack, ...]:
-    """How to record a shallow model instead; empty when there is nothing to gain."""
-    period = every_n(config.checkpointing) or 1
+def plan_stacks(
+    workload: Workload, attention: str, layers_of_stacks: Sequence[int], *, every: int = 1
+) -> tuple[Stack, ...]:
+    """How to record a shallow model instead; empty when there is nothing to gain.
+
+    ``every``: layers after which what they do repeats, beside what the model's configuration says of that.
+    """
+    period = every
     types = getattr(workload.hf_config(), "layer_types", None)
     if types:
         period = math.lcm(period, _period(types))
@@ -154,7 +159,7 @@ def plan_stacks(workload: Workload, config: TrainingConfig, layers_of_stacks: Se
     if not any(stack.repeats for stack in stacks) or any(stack.layers % period for stack in stacks):
         return ()
     try:
-        shallow = workload.build_model(attention=config.attention, dtype=torch.float32, **_shallow(workload, stacks))
+        shallow = workload.build_model(attention=attention, dtype=torch.float32, **shallow_changes(workload, stacks))
     except Exception:  # the model's own code may refuse the changed configuration in any way: record it whole
         return ()
     return stacks if stack_sizes(shallow) == [stack.template_layers for stack in stacks] else ()
@@ -164,7 +169,7 @@ def _period(types: Sequence[str]) -> int:
     return next(p for p in range(1, len(types) + 1) if list(types) == (list(types[:p]) * len(types))[: len(types)])
 
 
-def _shallow(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
+def shallow_changes(workload: Workload, stacks: Sequence[Stack]) -> dict[str, Any]:
     """Changes to the model's configuration that leave it the stacks' template layers."""
     config = workload.hf_config()
     changes: dict[str, Any] = {}

@@ -203,10 +203,7 @@ class Matmul8Bit(torch.autograd.Function):
         """``x @ weight.T + bias``"""
         shape = x.shape
         x = x.reshape(-1, shape[-1]) if x.dim() == 3 else x
-        codes, _row_scales, columns = _quantized_rows(x.to(torch.float16))
-        outlying = x[:, columns]
-        weight_columns = (weight[:, columns] * scales.unsqueeze(1)).to(x.dtype).t()
-        out = _scaled_product(codes, weight, bias, x.dtype).addmm(outlying, weight_columns)
+        out, outlying, columns = mixed_product(x, weight, scales, bias)
         ctx.kept = outlying, x, columns
         ctx.weight, ctx.scales, ctx.shape, ctx.dtype = weight, scales, shape, x.dtype
         return out.reshape(*shape[:-1], -1) if len(shape) == 3 else out
@@ -218,6 +215,15 @@ class Matmul8Bit(torch.autograd.Function):
             grad_output = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         weight = ctx.weight.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1 / 127))
         return torch.matmul(grad_output.to(ctx.dtype), weight).view(ctx.shape), None, None, None
+
+
+def mixed_product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``x @ weight.T + bias`` of rows, the columns with outliers, and their index (int8_mixed_scaled_mm)."""
+    codes, _row_scales, columns = _quantized_rows(x.to(torch.float16))
+    outlying = x[:, columns]
+    weight_columns = (weight[:, columns] * scales.unsqueeze(1)).to(x.dtype).t()
+    out = _scaled_product(codes, weight, bias, x.dtype).addmm(outlying, weight_columns)
+    return out, outlying, columns
 
 
 def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from planner.emit.engines.base import Document, Engine
 from planner.emit.engines.trainer import arguments_of
-from planner.emit.training import template
+from planner.emit.templating import template
 from planner.errors import Problem
 
 

@@ -1,0 +1,1 @@
+"""Inference plans: the same idea as for training, with passes instead of steps."""

@@ -1,0 +1,171 @@
+"""Reasons, alternatives and tables of an inference plan, in the rows that people and files read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.config import InferenceConfig
+from planner.inference.levers import LEVERS
+from planner.inference.question import InferenceQuestion
+from planner.inference.search import InferenceResult, InferenceTrial
+from planner.inference.simulation import InferenceSimulator
+from planner.inference.space import InferenceSpace, conflict
+from planner.plans import MEMORY_COLUMNS, Reason
+from planner.report import ALTERNATIVES, LENGTHS, alternative, predicted_and_measured
+from planner.units import format_bytes
+
+STRUCTURE = ("precision", "quantization", "attention", "offload", "kv_cache", "prefill_chunk_tokens")
+"""Fields in which configurations differ by more than their batch."""
+_RUNG_REASONS = {
+    "whole": "",
+    "stretched": "nothing fits with whole prompts and the cache on the card; ",
+    "offloaded": "nothing fits with all weights on the card; ",
+    "quantized": "nothing fits with weights as they are, on the card or in host memory; ",
+}
+_SHOWN_QUANTIZED = {"cuda": ("int8", "nf4", "int8-weight-only"), "cpu": ("int8-dynamic",)}
+
+
+def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: InferenceSpace) -> Iterator[Reason]:
+    """Why each field of the chosen configuration has its value."""
+    for lever in LEVERS:
+        value = getattr(config, lever.field)
+        options = space.values[lever.field]
+        said = lever.explain(str(value), space.context)
+        if lever.field == "micro_batch_size":
+            said = _batch_reason(config, question, space)
+        elif lever.is_last_resort(str(value), space.context):
+            said = f"{_RUNG_REASONS[space.rung]}{said}"
+        elif len(options) > 1:
+            said = f"the fastest that fits of {', '.join(options)}: {said}"
+        yield Reason(field=lever.field, value=value, reason=said)
+    if config.layers_on_card is not None:
+        layers = question.simulator.facts.layers
+        reason = f"as many of {layers} as fit; the others come to the card for every batch"
+        yield Reason(field="layers_on_card", value=config.layers_on_card, reason=reason)
+    each = "prompt and new tokens" if config.max_new_tokens else "tokens"
+    reason = f"batch times longest sequence ({each}): shorter texts go in larger batches"
+    if space.max_tokens is not None:
+        reason = "as asked for"
+    yield Reason(field="max_tokens_per_micro_batch", value=config.max_tokens_per_micro_batch, reason=reason)
+    if config.max_sequences is not None:
+        yield Reason(field="max_sequences", value=config.max_sequences, reason="as many as there are at once")
+
+
+def _batch_reason(config: InferenceConfig, question: InferenceQuestion, space: InferenceSpace) -> str:
+    if space.context.micro_batch_size is not None:
+        return "as asked for"
+    larger = [int(b) for b in space.values["micro_batch_size"] if int(b) > config.micro_batch_size]
+    if not larger:
+        return "all that there are at once" if config.max_sequences else "larger batches gain no speed"
+    if question.simulator.memory_of_budget(_resized(config, min(larger))).fits:
+        return "the fastest of those that fit"
+    return f"the next larger one that was looked at, {min(larger)}, does not fit"
+
+
+def _resized(config: InferenceConfig, size: int) -> InferenceConfig:
+    tokens = size * (config.seq_len + config.max_new_tokens)
+    return config.model_copy(update={"micro_batch_size": size, "max_tokens_per_micro_batch": tokens})
+
+
+def _structure(config: InferenceConfig) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in STRUCTURE)
+
+
+def alternatives_of(best: InferenceTrial, result: InferenceResult) -> list[dict[str, Any]]:
+    """The fastest configurations with another structure than the chosen one, one for each structure."""
+    seen = {_structure(best.config)}
+    rows: list[dict[str, Any]] = []
+    for trial in result.fitting:
+        if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
+            continue
+        seen.add(_structure(trial.config))
+        rows.append(alternative(trial, best))
+    return rows
+
+
+def lever_rows(best: InferenceTrial, space: InferenceSpace, simulator: InferenceSimulator) -> list[dict[str, Any]]:
+    """What one change of one lever would buy from the chosen configuration, at its batch."""
+    rows = []
+    for lever in LEVERS:
+        if lever.field in ("micro_batch_size", "prefill_chunk_tokens"):
+            continue
+        chosen = str(getattr(best.config, lever.field))
+        for choice in lever.choices(space.context):
+            shown = choice.swept or choice.value in _SHOWN_QUANTIZED[simulator.card.kind]
+            config = best.config.model_copy(update=_change(lever.field, choice.value))
+            if choice.valid and shown and choice.value != chosen and not conflict(config):
+                rows.append(_lever_row(lever.field, choice.value, choice.reason, best.config, config, simulator))
+    return rows
+
+
+def _change(field: str, value: str) -> dict[str, Any]:
+    """One value changed; quantized weights are small enough to stay."""
+    stays = {"offload": "none", "layers_on_card": None}
+    return {field: value, **(stays if field == "quantization" or (field, value) == ("offload", "none") else {})}
+
+
+def _lever_row(
+    field: str,
+    value: str,
+    reason: str,
+    chosen: InferenceConfig,
+    config: InferenceConfig,
+    simulator: InferenceSimulator,
+) -> dict[str, Any]:
+    memory, time = simulator.memory_of_budget(config), simulator.time(config)
+    return {
+        "lever": field,
+        "change": f"{getattr(chosen, field)} -> {value}",
+        "saves_bytes": simulator.memory_of_budget(chosen).total_bytes - memory.total_bytes,
+        "speed_ratio": time.tokens_per_s / simulator.time(chosen).tokens_per_s,
+        "reason": reason if memory.fits else f"does not fit; {reason}",
+    }
+
+
+def trial_rows(result: InferenceResult) -> list[dict[str, Any]]:
+    """The rows of trials.csv: every configuration looked at, best first."""
+    order = {"fits": 0, "oom": 1, "error": 2, "exceeds": 3, "pruned": 4}
+    others = sorted((t for t in result.trials if t.status != "fits"), key=lambda t: order[t.status])
+    return [
+        {
+            **trial.config.model_dump(mode="json"),
+            **predicted_and_measured(trial),
+            "status": trial.status,
+            "reason": trial.reason,
+        }
+        for trial in (*result.fitting, *others)
+    ]
+
+
+def memory_rows(config: InferenceConfig, simulator: InferenceSimulator) -> list[dict[str, Any]]:
+    """The rows of memory.csv: the chosen structure over batches and lengths, around what was chosen."""
+    limit = (simulator.workload.spec.max_seq_len or max(LENGTHS)) - config.max_new_tokens
+    lengths = sorted({n for n in LENGTHS if n <= min(limit, 2 * config.seq_len)} | {config.seq_len})
+    size = config.micro_batch_size
+    structure = {name: getattr(config, name) for name in STRUCTURE}
+    rows = []
+    for seq_len in lengths:
+        for micro_batch_size in sorted({1, max(1, size // 2), size, 2 * size}):
+            memory = simulator.memory(
+                config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
+            )
+            values = {name: getattr(memory, name) for name in MEMORY_COLUMNS}
+            rows.append({**structure, "micro_batch_size": micro_batch_size, "seq_len": seq_len, **values})
+    return rows
+
+
+def bounds_of(config: InferenceConfig, simulator: InferenceSimulator) -> Iterator[Reason]:
+    """The longest text that fits in the chosen batch, and the largest batch that fits at the chosen length."""
+    size, seq_len = simulator.largest_batch(config), simulator.longest_text(config)
+    limit = simulator.workload.spec.max_seq_len
+    why = "all positions that the model has" if seq_len == limit else "with as many at once as the batch has"
+    yield Reason(field="longest_seq_len", value=seq_len, reason=f"the longest that fits, {why}")
+    yield Reason(field="largest_micro_batch_size", value=size, reason=f"the most of {config.seq_len} tokens that fit")
+
+
+def host_reason(config: InferenceConfig, simulator: InferenceSimulator) -> Iterator[Reason]:
+    """Host memory that offloaded weights take."""
+    if host_bytes := simulator.host_bytes(config):
+        reason = f"weights that wait in host memory: {format_bytes(host_bytes)}; the process comes on top"
+        yield Reason(field="host_bytes", value=host_bytes, reason=reason)
