@@ -44,9 +44,16 @@ _SANTACODER: dict[str, Any] = {  # 1.12 B parameters
     **{"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True, "bos_token_id": 49152},
     **{"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "eos_token_id": 49152},
 }
+_OCTOCODER: dict[str, Any] = {  # 15.5 B parameters: StarCoder's shapes
+    **{**_SANTACODER, "vocab_size": 49152, "n_embd": 6144, "n_head": 48, "n_inner": 24576, "n_layer": 40},
+    **{"n_positions": 8192, "activation_function": "gelu", "bos_token_id": 0, "eos_token_id": 0},
+}
 
 
-_WHOLE = {"bigcode/gpt_bigcode-santacoder": _SANTACODER, "tiiuae/falcon-40b": _FALCON_40B}
+_WHOLE = {
+    **{"bigcode/gpt_bigcode-santacoder": _SANTACODER, "bigcode/octocoder": _OCTOCODER},
+    "tiiuae/falcon-40b": _FALCON_40B,
+}
 """Models like no bundled one."""
 
 
@@ -61,7 +68,7 @@ def spec_of(model_id: str) -> ModelSpec:
             architecture=config["architectures"][0],
             model_type=config["model_type"],
             default_task="causal-lm",
-            max_seq_len=2048,
+            max_seq_len=config.get("n_positions", 2048),
         )
     if model_id not in _LIKE:
         return resolve_model(model_id)

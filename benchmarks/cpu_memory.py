@@ -1,10 +1,10 @@
 """The CPU as a device: memory simulated on fake tensors against memory of real trials.
 
-    python benchmarks/cpu_memory.py --out cpu_memory.csv
+    python benchmarks/cpu_memory.py --out cpu_memory.csv [--mode train|infer]
 
-For each configuration: the peak of live tensors, simulated and recorded on real ones, which must be equal to the byte;
-what the process's resident set grew by over what it held before, against what the simulated malloc says; and the time
-of a step, whose order among configurations is what the simulator is for.
+For each configuration, of training and of inference: the peak of live tensors, simulated and recorded on real ones,
+which must be equal to the byte; what the process's resident set grew by over what it held before, against what the
+simulated malloc says; and the time of a step, whose order among configurations is what the simulator is for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any
 import pandas as pd
 
 from planner.cache import library_versions
-from planner.config import LoraSettings, TrainingConfig
-from planner.hardware import card_of_device
+from planner.config import Config, InferenceConfig, LoraSettings, TrainingConfig, passes_of
+from planner.hardware import Card, card_of_device
+from planner.inference.simulation import InferenceSimulator
+from planner.inference.workload import InferenceWorkload
 from planner.measure.environment import trial_environment
 from planner.measure.protocol import DeviceFacts, Measurement, TrialSpec
 from planner.measure.runner import TrialRunner
@@ -35,20 +37,38 @@ from planner.workload import Workload
 CALIBRATION = Path(__file__).resolve().parent.parent / "profiles" / "cpu_calibration.json"
 GROWTH_WITHIN = 0.10
 """Of the simulated growth of the resident set."""
+NEW_TOKENS = 24
+"""Written for each prompt."""
 LOSS_BYTES = 4
 """One fp32 number."""
 
 
 def small_models() -> dict[str, Workload]:
     """Three small models by a short name: MiniLM, DistilBERT with two layers, GPT-2 with four narrow ones."""
-    minilm = resolve_model("sentence-transformers/all-MiniLM-L6-v2")
+    minilm, gpt2 = _minilm(), _gpt2()
     distilbert = _changed(resolve_model("distilbert-base-uncased"), n_layers=2)
-    gpt2 = _changed(resolve_model("gpt2"), n_layer=4, n_embd=256, n_head=4)
     return {
         "MiniLM": Workload(spec=minilm, task="sequence-classification"),
         "DistilBERT, 2 layers": Workload(spec=distilbert, task="sequence-classification"),
         "GPT-2, 4 layers": Workload(spec=gpt2, task="causal-lm"),
     }
+
+
+def running_models() -> dict[str, InferenceWorkload]:
+    """The same models answering: MiniLM with vectors and with labels, GPT-2 with text."""
+    return {
+        "MiniLM, vectors": InferenceWorkload(spec=_minilm(), task="embedding"),
+        "MiniLM, labels": InferenceWorkload(spec=_minilm(), task="sequence-classification"),
+        "GPT-2, writing": InferenceWorkload(spec=_gpt2(), task="causal-lm", max_new_tokens=NEW_TOKENS),
+    }
+
+
+def _minilm() -> ModelSpec:
+    return resolve_model("sentence-transformers/all-MiniLM-L6-v2")
+
+
+def _gpt2() -> ModelSpec:
+    return _changed(resolve_model("gpt2"), n_layer=4, n_embd=256, n_head=4)
 
 
 def _changed(spec: ModelSpec, **values: Any) -> ModelSpec:
@@ -67,6 +87,17 @@ def make_config(micro_batch_size: int, seq_len: int, *, accumulation: int = 1, *
     )
 
 
+def make_running(micro_batch_size: int, seq_len: int, *, new_tokens: int = 0, **fields: Any) -> InferenceConfig:
+    """A configuration of inference; what isn't named is fp32 without levers."""
+    return InferenceConfig(
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        max_tokens_per_micro_batch=micro_batch_size * (seq_len + new_tokens),
+        max_new_tokens=new_tokens,
+        **{"precision": "fp32", "kv_cache": "dynamic" if new_tokens else "none", **fields},
+    )
+
+
 CONFIGS: tuple[tuple[str, TrainingConfig], ...] = (
     ("MiniLM", make_config(8, 128)),
     ("MiniLM", make_config(16, 128, checkpointing="full")),
@@ -80,6 +111,21 @@ CONFIGS: tuple[tuple[str, TrainingConfig], ...] = (
     ("GPT-2, 4 layers", make_config(4, 60, precision="bf16-amp", checkpointing="full")),
 )
 """Models and configurations: precision, checkpointing, attention, loss, method, optimizer, accumulation, shapes."""
+RUNNING: tuple[tuple[str, InferenceConfig], ...] = (
+    ("MiniLM, vectors", make_running(8, 128)),
+    ("MiniLM, vectors", make_running(32, 64)),
+    ("MiniLM, vectors", make_running(1, 256)),
+    ("MiniLM, vectors", make_running(4, 72, precision="bf16")),
+    ("MiniLM, labels", make_running(8, 64, attention="eager")),
+    ("MiniLM, labels", make_running(16, 128)),
+    ("MiniLM, labels", make_running(8, 64, quantization="int8-dynamic")),
+    ("GPT-2, writing", make_running(4, 64, new_tokens=NEW_TOKENS)),
+    ("GPT-2, writing", make_running(1, 100, new_tokens=NEW_TOKENS)),
+    ("GPT-2, writing", make_running(8, 48, new_tokens=NEW_TOKENS, kv_cache="static")),
+    ("GPT-2, writing", make_running(4, 64, new_tokens=NEW_TOKENS, precision="bf16")),
+    ("GPT-2, writing", make_running(4, 96, new_tokens=NEW_TOKENS, prefill_chunk_tokens=32)),
+)
+"""Of inference: precision, attention, quantization, caches, chunks, shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +134,14 @@ class Row:
 
     model: str
     """Short name."""
-    config: TrainingConfig
+    config: Config
     """The configuration."""
     simulated: int
     """Peak of live tensors, on fake ones."""
     grows: int
     """The resident set's simulated growth."""
     step_ms: float
-    """Simulated time of an optimizer step."""
+    """Simulated time of an optimizer step, or of a batch that is answered."""
     trial: Measurement
     """What was measured."""
 
@@ -107,6 +153,8 @@ class Row:
     @property
     def reason(self) -> str:
         """Why the two differ, as far as that is known."""
+        if isinstance(self.config, InferenceConfig):
+            return "unknown" if self.difference else ""
         micro_batches = min(2, self.config.gradient_accumulation_steps)
         known = {
             LOSS_BYTES * (micro_batches - 1): "a trial keeps the loss of the step's first micro-batch until the update",
@@ -122,13 +170,13 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """A row of the file."""
         fields = self.config.model_dump(mode="json", exclude_defaults=True)
-        shape = {"micro_batch_size", "seq_len", "gradient_accumulation_steps"}
+        shape = {"micro_batch_size", "seq_len", "gradient_accumulation_steps", "max_new_tokens"}
         derived = {"max_tokens_per_micro_batch", "effective_batch_size", "lora"}
         levers = [f"{name} {value}" for name, value in fields.items() if name not in shape | derived]
         return {
             "model": self.model,
             "levers": "; ".join(levers),
-            **{name: getattr(self.config, name) for name in sorted(shape)},
+            **{name: getattr(self.config, name, "") for name in sorted(shape)},
             "status": self.trial.status,
             "simulated_bytes": self.simulated,
             "recorded_bytes": self.trial.peak_allocated_bytes,
@@ -143,15 +191,14 @@ class Row:
         }
 
 
-def rows(facts: DeviceFacts, runner: TrialRunner, configs: Sequence[tuple[str, TrainingConfig]]) -> Iterator[Row]:
+def rows(facts: DeviceFacts, runner: TrialRunner, configs: Sequence[tuple[str, Config]]) -> Iterator[Row]:
     """Simulate and try each."""
-    workloads = small_models()
+    workloads: dict[str, Workload] = {**small_models(), **running_models()}
     card = card_of_device(facts, facts.total_bytes)
-    simulators = {
-        name: Simulator(workload, card, ceiling_bytes=facts.total_bytes, context=(facts.context_bytes, "measured"))
-        for name, workload in workloads.items()
-    }
+    simulators: dict[str, Any] = {}
     for name, config in configs:
+        if name not in simulators:
+            simulators[name] = _simulator(workloads[name], config, card, facts)
         memory = simulators[name].memory(config)
         trial = runner.run(TrialSpec(workload=workloads[name], config=config, device="cpu", timed_s=0.1))
         yield Row(
@@ -164,17 +211,29 @@ def rows(facts: DeviceFacts, runner: TrialRunner, configs: Sequence[tuple[str, T
         )
 
 
+def _simulator(workload: Workload, config: Config, card: Card, facts: DeviceFacts) -> Simulator | InferenceSimulator:
+    given: dict[str, Any] = {"ceiling_bytes": facts.total_bytes, "context": (facts.context_bytes, "measured")}
+    if isinstance(workload, InferenceWorkload):
+        return InferenceSimulator(workload, card, seq_len=config.seq_len, **given)
+    return Simulator(workload, card, **given)
+
+
 def main() -> int:
     """Measure, write one row for each configuration, and say how many hold; 1 when one doesn't."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="cpu_memory.csv", type=Path)
+    parser.add_argument("--mode", choices=("train", "infer"), help="one of the two alone; the other's residuals stay")
     parser.add_argument("--calibrate", action="store_true", help="write the margin's residuals to profiles/")
     options = parser.parse_args()
+    configs: list[tuple[str, Config]] = [
+        *(CONFIGS if options.mode != "infer" else ()),
+        *(RUNNING if options.mode != "train" else ()),
+    ]
     with TrialRunner(trial_environment("cpu", "")) as runner, options.out.open("w", newline="") as file:
         facts = runner.probe("cpu")
         writer: csv.DictWriter[str] | None = None
         done: list[Row] = []
-        for row in rows(facts, runner, CONFIGS):
+        for row in rows(facts, runner, configs):
             values = row.as_dict()
             if writer is None:
                 writer = csv.DictWriter(file, list(values))
@@ -196,23 +255,32 @@ def main() -> int:
 
 def calibration(done: Sequence[Row]) -> dict[str, object]:
     """What a plan's margin on a processor is read from: by how much processes held more than predicted."""
+    training = [row for row in done if isinstance(row.config, TrainingConfig)]
+    running = [row for row in done if isinstance(row.config, InferenceConfig)]
+    before = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    return {
+        "made_by": "benchmarks/cpu_memory.py --calibrate; edit nothing here",
+        "versions": library_versions(),
+        "meaning": "of a process's resident set, measured / predicted - 1, by trial; above zero it needed more; "
+        "residuals are those of training",
+        "residuals": _residuals(training) or before["residuals"],
+        "inference": _residuals(running) or before["inference"],
+    }
+
+
+def _residuals(done: Sequence[Row]) -> dict[str, float]:
     residuals = {}
     for number, row in enumerate(done, start=1):
         growth, context = row.trial.peak_reserved_bytes, row.trial.context_bytes
         if row.trial.ok and growth is not None and context is not None:
             residuals[f"{row.model}-{number:02}"] = round((growth + context) / (row.grows + context) - 1, 6)
-    return {
-        "made_by": "benchmarks/cpu_memory.py --calibrate; edit nothing here",
-        "versions": library_versions(),
-        "meaning": "of a process's resident set, measured / predicted - 1, by trial; above zero it needed more",
-        "residuals": residuals,
-    }
+    return residuals
 
 
 def _rank_correlation(done: Sequence[Row]) -> float:
     """Spearman's, of simulated and measured times of a token."""
     timed = [row for row in done if row.trial.step_ms is not None]
-    tokens = [row.config.effective_batch_size * row.config.seq_len for row in timed]
+    tokens = [row.config.micro_batch_size * passes_of(row.config) * row.config.seq_len for row in timed]
     pairs = zip(timed, tokens, strict=True)
     table = pd.DataFrame([(row.step_ms / n, (row.trial.step_ms or 0.0) / n) for row, n in pairs])
     return float(table.rank().corr().iloc[0, 1])

@@ -247,6 +247,6 @@ def _key(setup: Setup) -> dict[str, Any]:
 
 _CODE = (
     *("loops.py", "older_releases.py", "generation.py", "packed_linears.py", "flash_attn_stand_in.py"),
-    *("fms.py", "fused_kernels.py", "boundaries.py", "configs.py"),
+    *("fms.py", "fused_kernels.py", "boundaries.py", "configs.py", "hfbench.py", "octo.py"),
 )
 """Files that a recording depends on."""

@@ -149,7 +149,7 @@ def generate(model: Any, ids: Tensor, token: Tensor, phase: Phase) -> None:
     cache = DynamicCache(config=model.config)
     for index in range(1 + NEW_TOKENS):
         with phase(f"token {index}" if index else "prefill"):
-            model(input_ids=token if index else ids, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=token if index else ids, cache=cache, logits_to_keep=1)
 
 
 def inputs() -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ import boundaries
 import fms
 import generation
 import guide
+import hfbench
 import milabench
+import octo
 import qwen
 import tables
 from reproduction import Setup, card_of
@@ -25,14 +27,18 @@ _FAMILIES: dict[str, ModuleType] = {
     "qwen": qwen,
     "swift": qwen,
 }
+_INFERENCE: dict[str, ModuleType] = {
+    **dict.fromkeys(("qwen25", "qwen3"), generation),
+    **{"octo": octo, "hfbench": hfbench},
+}
 
 
 def setup_of(row: Row) -> Setup | str:
     """How to reproduce a row, or why it can't be."""
     if row.quality == "C":
-        return "quality C: vague, or another framework"
-    if row.source == "qwen25":
-        return generation.setup_of(row)
+        return f"quality C: {_VAGUE.get(row.id, 'vague, or another framework')}"
+    if row.source in _INFERENCE:
+        return _INFERENCE[row.source].setup_of(row)
     if row["kind"] != "train":
         return _inference_reason(row)
     if row.source not in _FAMILIES:
@@ -48,6 +54,7 @@ def _inference_reason(row: Row) -> str:
     return "inference: no step of training to record"
 
 
+_VAGUE = dict.fromkeys(("octo-004", "octo-005"), "how many tokens the prompt has is not stated")
 _REASONS = {
     "liger": "a single fused or plain kernel, no model",
     "peft": "reserved above the start, at the longest batch of a data set that isn't here",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.api import Estimate, estimate, plan
+    from planner.comparing import Comparison, compare
     from planner.config import LoraSettings, TrainingConfig
     from planner.errors import InputError, NothingFitsError, PlannerError, RecordingError, TrialError
     from planner.exporting import export
@@ -23,6 +24,8 @@ _HOMES = {
     "plan": "api",
     "estimate": "api",
     "Estimate": "api",
+    "compare": "comparing",
+    "Comparison": "comparing",
     "Plan": "plans",
     "PlanRequest": "request",
     "TrainingConfig": "config",
@@ -37,6 +40,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Comparison",
     "Estimate",
     "InputError",
     "LoraSettings",
@@ -47,6 +51,7 @@ __all__ = [
     "RecordingError",
     "TrainingConfig",
     "TrialError",
+    "compare",
     "estimate",
     "export",
     "plan",

@@ -28,6 +28,8 @@ class Achievable:
     """What a kernel takes beyond its roofline: start, ramp-up and a last wave that doesn't fill the card."""
     operator_us: float
     """CPU time for each operator of a model, its module, its views and its autograd node included."""
+    inference_operator_us: float
+    """The same without an autograd node, where no gradients are asked for."""
     bare_operator_us: float
     """CPU time of an operator that no module calls: autocast's casts, an optimizer's work for each tensor."""
     pcie_fraction: float
@@ -52,6 +54,7 @@ def reached_on(card: Card) -> Achievable:
         bandwidth_fraction=1.0,
         kernel_us=card.operator_us or 0.0,
         operator_us=0.0,
+        inference_operator_us=0.0,
         bare_operator_us=card.operator_us or 0.0,
         pcie_fraction=1.0,
         host_bandwidth_bytes_per_s=card.memory_bandwidth_bytes_per_s,

@@ -10,10 +10,10 @@ from typing import Any
 from planner.allocator_settings import parse_allocator, reason_for
 from planner.budget import Memory
 from planner.cache import library_versions
-from planner.config import LoraSettings, TrainingConfig
+from planner.config import Config, LoraSettings, TrainingConfig
 from planner.devices import find_device
 from planner.errors import InputError, Problem
-from planner.inference.planning import plan_inference
+from planner.inference.planning import estimate_inference, plan_inference
 from planner.inference.question import InferenceQuestion
 from planner.inference.question import look_up as look_up_inference
 from planner.measure.environment import trial_environment
@@ -35,11 +35,11 @@ from planner.unfitting import nothing_fits
 from planner.whole_run import epoch_reason, whole_run
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Estimate:
     """Memory and time of one given configuration."""
 
-    config: TrainingConfig
+    config: Config
     """The configuration."""
     memory: Memory
     """What it needs."""
@@ -66,7 +66,7 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan[Any]:
     request = make_request(**arguments)
     progress.phase("looking for a device")
     if request.mode == "infer":
-        return plan_inference(_inference_question(request), progress)
+        return plan_inference(_inference_question(request, progress), progress)
     question = _question(request, progress)
     space, result = _search_ladder(question, progress)
     best = result.best
@@ -83,9 +83,9 @@ def _question(request: PlanRequest, progress: Progress | None = None) -> Questio
     return replace(question, reasons=[reason, *question.reasons])
 
 
-def _inference_question(request: PlanRequest) -> InferenceQuestion:
+def _inference_question(request: PlanRequest, progress: Progress | None = None) -> InferenceQuestion:
     device, reason = find_device(request, _probe)
-    question = look_up_inference(request, device)
+    question = look_up_inference(request, device, progress)
     return replace(question, reasons=[reason, *question.reasons])
 
 
@@ -97,13 +97,6 @@ def _probe(device: str) -> DeviceFacts:
 def _plan_of(best: Trial, question: Question, space: Space, result: SearchResult) -> Plan:
     assert best.run is not None and best.best_time is not None
     request, corrected = question.request, question.corrected()
-    search = {
-        "trials_run": result.run,
-        "trials_kept": max(0, len(result.measured) - result.run),
-        "interrupted": result.interrupted,
-        "ended": result.stopped,
-        "problems": result.problems,
-    }
     workload = _describe(question, best.config) | _about_texts(question, best.config, best.best_time, corrected)
     return Plan(
         request=request,
@@ -123,7 +116,7 @@ def _plan_of(best: Trial, question: Question, space: Space, result: SearchResult
         versions=library_versions(),
         trial_rows=trial_rows(result),
         memory_rows=memory_rows(best.config, corrected),
-        search={} if question.device is None else search,
+        search={} if question.device is None else result.as_dict(),
     )
 
 
@@ -146,8 +139,13 @@ def estimate(
 ) -> Estimate:
     """Memory and time of one given configuration. ``others`` are further fields of PlanRequest (task, gpu, ...).
 
+    With ``mode="infer"`` a batch of ``micro_batch_size`` texts or requests; what is training's is left out then.
     Raises InputError with every problem of the arguments.
     """
+    if others.get("mode") == "infer":
+        asked = {"model": model, "vram": vram, "seq_len": seq_len, "batch_size": micro_batch_size}
+        given = {"precision": precision, "offload": offload, "attention": attention}
+        return Estimate(*estimate_inference(_inference_question(make_request(**asked, **given, **others))))
     chosen = {
         "precision": precision,
         "checkpointing": checkpointing,
@@ -200,7 +198,7 @@ def _search_ladder(question: Question, progress: Progress) -> tuple[Space, Searc
                 found = prove(question, space, found, progress=progress, about=about, limits=left)
             if not found.measured:
                 found.settle(question.simulator)
-            _add(found, everything)
+            everything.add(found)
             if found.best is not None or found.interrupted:
                 return space, everything
     return space, everything
@@ -224,13 +222,6 @@ def _left(request: PlanRequest, done: SearchResult, spent_s: float) -> dict[str,
     """What a request allows that earlier rungs have not used up."""
     trials = None if request.trials is None else max(0, request.trials - done.run)
     return {"trials": trials, "timeout_s": None if request.timeout is None else max(0.0, request.timeout - spent_s)}
-
-
-def _add(found: SearchResult, everything: SearchResult) -> None:
-    everything.trials += found.trials
-    everything.run += found.run
-    everything.problems += found.problems
-    everything.interrupted, everything.stopped = found.interrupted, found.stopped
 
 
 def _outside(question: Question, config: TrainingConfig, memory: Memory) -> Iterator[Reason]:

@@ -43,16 +43,18 @@ def margin(config: Config, risk: float = DEFAULT_RISK, *, device: str = "cuda") 
 
     The residuals of its own kind decide where there are enough of them for the risk, else those of all kinds; but
     never less than the largest that its own kind showed. ``device`` cpu: residuals of trials on processors, of all
-    kinds.
+    kinds of training, or of inference.
     """
-    return _cpu_margin(risk) if device == "cpu" else _margin(kind_of(config), risk)
+    if device == "cpu":
+        return _cpu_margin("inference" if isinstance(config, InferenceConfig) else "residuals", risk)
+    return _margin(kind_of(config), risk)
 
 
 @cache
-def _cpu_margin(risk: float) -> Margin:
-    """Of a process's resident set; ``benchmarks/cpu_memory.py --calibrate`` wrote the residuals."""
+def _cpu_margin(field: str, risk: float) -> Margin:
+    """Of a process's resident set; ``benchmarks/cpu_memory.py --calibrate`` wrote the residuals of both modes."""
     text = resources.files("planner.profiles").joinpath("cpu_calibration.json").read_text(encoding="utf-8")
-    residuals = sorted(json.loads(text)["residuals"].values())
+    residuals = sorted(json.loads(text)[field].values())
     fraction = max(0.0, upper_quantile(residuals, risk))
     short = "" if len(residuals) >= rows_needed(risk) else ", the largest, for want of more"
     whose = f"{len(residuals)} trials on a processor"

@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``plan worker``: parse, call the library, render. Nothing is decided here.
+"""The command ``plan`` and those beside it: parse, call the library, render. Nothing is decided here.
 
 Values go to :func:`planner.request.make_request` as they were typed, so that all problems come at once.
 Only click is imported at the top: ``plan --help`` must be quick.
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.errors import InputError, PlannerError
+from planner.errors import InputError, PlannerError, Problem
 from planner.interrupts import INTERRUPTS
 from planner.places import cannot_write, folder_problems, snapshot_problems
+from planner.subcommands import HELP, subcommands
 
 if TYPE_CHECKING:
     from planner.plans import Plan
@@ -273,6 +274,32 @@ def _export(plan: str, to: str | None, out: str | None) -> int:
     return 0
 
 
+@_ends_well
+def _compare(plan: str, data: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Run a plan for inference and the same in fp32 on your texts, and show what its precision changed.
+
+    PLAN is the plan's folder. Both runs are of its infer.py, one after the other, on the device at hand.
+
+    Exit codes: 0 both ran; 2 bad input; 4 a run failed; 130 interrupted.
+    """
+    if data is None:
+        raise InputError([Problem(argument="data", message="is required: the texts to compare both on")])
+    _quieten()
+    from planner.progress import showing
+
+    with showing(quiet=quiet or as_json) as progress:
+        from planner.comparing import compare
+
+        result = compare(plan, data=data, progress=progress, **options)
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2, allow_nan=False))
+    else:
+        from planner.render_comparison import render_comparison
+
+        render_comparison(result)
+    return 0
+
+
 def _quieten() -> None:
     """A library that loads later may not write between the report's lines, nor tell twice what is told at the end."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -297,42 +324,14 @@ class _Commands(click.Group):
         raise click.UsageError(f"got {name!r}; accepted: {accepted}")
 
 
-_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_WORKER = click.Command(
-    "worker",
-    callback=_work,
-    params=[
-        click.Option(["--storage"], metavar="URL", help="The searches' --storage.  [required]"),
-        click.Option(
-            ["--device"], metavar="DEVICE", help="cuda, cuda:1 or cpu; auto: cuda where there is one.  [default: auto]"
-        ),
-        click.Option(["--timeout"], metavar="SECONDS", help="Start no trial after this.  [default: no limit]"),
-        click.Option(["--quiet"], is_flag=True, help="Print nothing."),
-    ],
-    help=_work.__doc__,
-    short_help="Run trials of searches that share a --storage.",
-    context_settings=_HELP,
-)
-_EXPORT = click.Command(
-    "export",
-    callback=_export,
-    params=[
-        click.Argument(["plan"], metavar="PLAN"),
-        click.Option(["--to"], metavar="NAME", help="The engine.  [required]"),
-        click.Option(["--out"], metavar="DIR", help="Folder to write.  [default: PLAN/NAME]"),
-    ],
-    help=_export.__doc__,
-    short_help="Write a plan for another engine.",
-    context_settings=_HELP,
-)
 command = _Commands(
     "plan",
-    commands=[_WORKER, _EXPORT],
+    commands=subcommands(worker=_work, export=_export, compare=_compare),
     invoke_without_command=True,
     callback=lambda **options: None if click.get_current_context().invoked_subcommand else _make_plan(**options),
     params=_options(),
     help=_make_plan.__doc__,
-    context_settings=_HELP,
+    context_settings=HELP,
 )
 click.version_option(package_name="vramplan", prog_name="vramplan")(command)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypeVar
 
 Precision = Literal["fp32", "tf32", "fp16-amp", "bf16-amp", "bf16", "bf16-master"]
 Checkpointing = str
@@ -137,3 +139,16 @@ class InferenceConfig(_Frozen):
 
 Config = TrainingConfig | InferenceConfig
 """Either."""
+C = TypeVar("C", TrainingConfig, InferenceConfig, default=TrainingConfig)
+"""The one that a search is about."""
+
+
+def read_config(values: Mapping[str, Any]) -> Config:
+    """From ``model_dump``'s fields, by which the two are told apart. Raises ValueError (pydantic's)."""
+    kind = TrainingConfig if "gradient_accumulation_steps" in values else InferenceConfig
+    return kind.model_validate(values)
+
+
+def passes_of(config: Config) -> int:
+    """Passes of a step: micro-batches of an optimizer step; at inference a batch is one."""
+    return 1 if isinstance(config, InferenceConfig) else config.gradient_accumulation_steps

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner import config
 from planner.allocator_settings import DEFAULT_ALLOCATOR
 from planner.errors import Problem, near_match
-from planner.tasks import GENERATING_TASKS, INFERENCE_TASKS, TASK_FACTS
+from planner.tasks import GENERATING_TASKS, INFERENCE_TASKS, TASK_FACTS, facts_for
 from planner.units import compact_bytes, shown
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _long_texts(request: PlanRequest) -> Iterator[Problem]:
 
 def long_text_problems(request: PlanRequest, task: str) -> Iterator[Problem]:
     """What a task can't do with long texts, and an overlap where nothing is cut into segments."""
-    accepted, asked = TASK_FACTS[task].long_texts, request.long_texts
+    accepted, asked = facts_for(task, request.mode).long_texts, request.long_texts
     if asked is not None and asked not in accepted:
         message = f"got {asked!r} with task {task}; accepted with it: {', '.join(accepted)}; choose one of these"
         yield Problem(argument="long_texts", message=message)
@@ -230,7 +230,7 @@ def _trials_need_a_device(request: PlanRequest) -> Iterator[Problem]:
 def _processor_and_the_rest(request: PlanRequest) -> Iterator[Problem]:
     """With the processor as the device: what is a GPU's, and restrictions that leave nothing that it can run."""
     if request.device != "cpu":
-        if request.quantization == ("int8-dynamic",):
+        if request.mode == "infer" and request.quantization == ("int8-dynamic",):
             message = "got int8-dynamic; accepted with device cpu alone: torch has no such products for GPUs; ask for "
             yield Problem(argument="quantization", message=f"{message}int8 or int8-weight-only")
         return

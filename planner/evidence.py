@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
+from typing import Any, Generic
 
-from planner.config import TrainingConfig
+from planner.config import C, passes_of
 from planner.expected_gain import Candidate, Evidence, Target
 from planner.measure.protocol import ABOUT_THE_CONFIGURATION, BAD_REQUEST, ERROR, OUT_OF_MEMORY, Measurement
 from planner.measurements import Measured, MeasurementStore, log_noise, memory_residuals, relevant, time_residuals
-from planner.space import Space
+from planner.search import SearchSpace
 from planner.study import Choice, SharedStudy
 
 _SAME_AGAIN = frozenset({ERROR, BAD_REQUEST})
@@ -22,33 +23,36 @@ _ABOUT_IT = ABOUT_THE_CONFIGURATION | OUT_OF_MEMORY
 """What settles a configuration for this search."""
 
 
-class Knowledge:
+class Knowledge(Generic[C]):
     """Of one search; what others find out meanwhile is in it at the next look."""
 
     def __init__(
         self,
-        space: Space,
-        candidates: Sequence[Candidate],
+        space: SearchSpace[C],
+        candidates: Sequence[Candidate[C]],
         target: Target,
-        store: MeasurementStore,
+        store: MeasurementStore[C],
         study: SharedStudy,
-        exact_ceiling: Callable[[TrainingConfig], int] | None = None,
+        exact_ceiling: Callable[[C], int] | None = None,
     ) -> None:
-        self.candidates = {candidate.config: candidate for candidate in candidates}
-        self._exact_ceiling, self._settled = exact_ceiling, set[TrainingConfig]()
+        self.candidates: dict[C, Candidate[C]] = {candidate.config: candidate for candidate in candidates}
+        self._exact_ceiling: Callable[[C], int] | None = exact_ceiling
+        self._settled: set[C] = set()
         self.target, self.study = target, study
         self.began = time.time()
-        self.choices = {space.configuration(choice): choice for choice in _choices(space)}
-        self._configs = {key_of(choice): config for config, choice in self.choices.items()}
-        self.kept = relevant(store.rows(), target.workload)
+        self.choices: dict[C, Choice] = {space.configuration(choice): choice for choice in _choices(space)}
+        self._configs: dict[tuple[tuple[str, str], ...], C] = {
+            key_of(choice): config for config, choice in self.choices.items()
+        }
+        self.kept: list[Measured[C]] = relevant(store.rows(), target.workload)
         self.unreadable = store.unreadable
         self._share_kept()
 
-    def config(self, choice: Choice) -> TrainingConfig:
+    def config(self, choice: Choice) -> C:
         """The configuration of a choice."""
         return self._configs[key_of(choice)]
 
-    def settle(self, config: TrainingConfig) -> bool:
+    def settle(self, config: C) -> bool:
         """Replace a candidate's ceiling by its exact one, which takes seconds to find; whether that was still to do."""
         if self._exact_ceiling is None or config in self._settled:
             return False
@@ -57,7 +61,7 @@ class Knowledge:
         self.candidates[config] = replace(self.candidates[config], ceiling_bytes=exact)
         return True
 
-    def row(self, candidate: Candidate, measurement: Measurement) -> Measured:
+    def row(self, candidate: Candidate[C], measurement: Measurement) -> Measured[C]:
         """What is kept of a candidate's measurement."""
         return Measured(
             workload=self.target.workload,
@@ -82,30 +86,30 @@ class Knowledge:
             if (key_of(choice), row.measurement.to_json()) not in known:
                 self.study.add_kept(choice, row.measurement, over_bytes=over_bytes(row.measurement, candidate))
 
-    def _told(self) -> Iterator[tuple[TrainingConfig, Measurement | None, float]]:
+    def _told(self) -> Iterator[tuple[C, Measurement | None, float]]:
         for told in self.study.trials():
             config = self._configs.get(key_of(told.choice))
             if config in self.candidates:
                 yield config, told.measurement, told.since
 
-    def results(self) -> dict[TrainingConfig, list[Measurement]]:
+    def results(self) -> dict[C, list[Measurement]]:
         """What was measured of each candidate and holds under this ceiling, in order."""
-        found: dict[TrainingConfig, list[Measurement]] = {}
+        found: dict[C, list[Measurement]] = {}
         for config, measurement, _ in self._told():
             if measurement and measurement.status in _ABOUT_IT:
                 found.setdefault(config, []).append(measurement)
         return found
 
-    def failures(self) -> dict[TrainingConfig, list[Measurement]]:
+    def failures(self) -> dict[C, list[Measurement]]:
         """Trials since this search began that say nothing about their configuration."""
-        found: dict[TrainingConfig, list[Measurement]] = {}
+        found: dict[C, list[Measurement]] = {}
         for config, measurement, since in self._told():
             told_before = since < self.began
             if measurement and not told_before and measurement.status not in _ABOUT_IT:
                 found.setdefault(config, []).append(measurement)
         return found
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> Evidence[C]:
         """All that is known now, from all workers and from before."""
         results = self.results()
         last = {config: measurements[-1] for config, measurements in results.items()}
@@ -123,7 +127,7 @@ class Knowledge:
             pending={config for config, measurement, _ in self._told() if measurement is None},
         )
 
-    def _all_rows(self, results: Mapping[TrainingConfig, Sequence[Measurement]]) -> list[Measured]:
+    def _all_rows(self, results: Mapping[C, Sequence[Measurement]]) -> list[Measured[C]]:
         """Rows kept from before, and the study's that are not among them."""
         kept = {(row.config, row.measurement.to_json()) for row in self.kept}
         return self.kept + [
@@ -133,19 +137,19 @@ class Knowledge:
             if (config, measurement.to_json()) not in kept
         ]
 
-    def _predict(self, row: Measured) -> tuple[int, float] | None:
+    def _predict(self, row: Measured[C]) -> tuple[int, float] | None:
         """What the simulator says now of what a row measured: rates may have been probed again since."""
         candidate = self.candidates.get(row.config) if row.workload == self.target.workload else None
         return (candidate.reserved_bytes, candidate.step_ms) if candidate else None
 
-    def noise(self, config: TrainingConfig) -> float:
+    def noise(self, config: C) -> float:
         """Standard error of the logarithm of a configuration's speed, from the passes of all its measurements."""
         measured = [m for m in self.results().get(config, ()) if m.ok]
-        errors = [log_noise(m, config.gradient_accumulation_steps) for m in measured]
+        errors = [log_noise(m, passes_of(config)) for m in measured]
         return math.hypot(*errors) / len(errors) if errors else 0.0
 
 
-def _choices(space: Space) -> Iterator[Choice]:
+def _choices(space: SearchSpace[Any]) -> Iterator[Choice]:
     for combination in product(*space.values.values()):
         yield dict(zip(space.values, combination, strict=True))
 
@@ -163,7 +167,7 @@ def typical_speed(measurements: Sequence[Measurement]) -> float:
     return geometric_mean(speeds)
 
 
-def over_bytes(measurement: Measurement, candidate: Candidate) -> float:
+def over_bytes(measurement: Measurement, candidate: Candidate[Any]) -> float:
     """By how much it is over its ceiling, as far as is known; at most zero for what ran."""
     if measurement.process_bytes is None:
         return 0.0

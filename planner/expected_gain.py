@@ -13,11 +13,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Generic
 
 import numpy as np
 from scipy.special import ndtr
 
-from planner.config import TrainingConfig
+from planner.config import C
 from planner.monotone import cannot_be_faster, cannot_fit, only_saves
 from planner.residuals import Array, Beliefs, Residual, beliefs, chance_below, memory_spread, time_spread
 
@@ -30,10 +31,10 @@ NEVER_FITS = 0.00135
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(Generic[C]):
     """A configuration that could be measured, and what the simulator predicts for it, uncorrected."""
 
-    config: TrainingConfig
+    config: C
     """The configuration."""
     reserved_bytes: int
     """Most that the allocator holds, without context and margin."""
@@ -54,20 +55,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Evidence(Generic[C]):
     """What is known from measuring, whoever did it."""
 
     times: Sequence[Residual] = ()
     """Log ratios of step times, of any workload on this device."""
     memories: Sequence[Residual] = ()
     """Log ratios of reserved memory, of any workload on this device."""
-    speeds: dict[TrainingConfig, float] = field(default_factory=dict)
+    speeds: dict[C, float] = field(default_factory=dict)
     """Tokens a second of what fits under this ceiling."""
-    failed: Collection[TrainingConfig] = ()
+    failed: Collection[C] = ()
     """What does not fit under this ceiling."""
-    broken: Collection[TrainingConfig] = ()
+    broken: Collection[C] = ()
     """What can't be used for another reason, or failed too often to be tried again."""
-    pending: Collection[TrainingConfig] = ()
+    pending: Collection[C] = ()
     """What others are measuring now."""
 
     @property
@@ -77,10 +78,10 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class Outlook(Generic[C]):
     """What is expected of a candidate."""
 
-    candidate: Candidate
+    candidate: Candidate[C]
     """Which."""
     gain: float
     """Expected gain over the best measured speed, relative; infinite before anything that fits was measured."""
@@ -95,17 +96,17 @@ class Outlook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prospects:
+class Prospects(Generic[C]):
     """What is expected of all that could be measured."""
 
-    outlooks: Sequence[Outlook]
+    outlooks: Sequence[Outlook[C]]
     """Every candidate that neither was nor is being measured: those that may be run first, the best of them first."""
     gain: float
     """Expected gain of the best of all that may be run, if all were: what going on can bring; infinite before
     anything that fits was measured, 0 where nothing is left."""
 
     @property
-    def next(self) -> Outlook | None:
+    def next(self) -> Outlook[C] | None:
         """The first that may be run, where going on is worth it."""
         first = next(iter(self.outlooks), None)
         return first if first and not first.closed and self.gain >= WORTH_A_TRIAL else None
@@ -121,7 +122,7 @@ class Target:
     """Of the device: cuda or cpu."""
 
 
-def prospects(candidates: Sequence[Candidate], evidence: Evidence, target: Target) -> Prospects:
+def prospects(candidates: Sequence[Candidate[C]], evidence: Evidence[C], target: Target) -> Prospects[C]:
     """What measuring on is expected to bring."""
     points = [(target.workload, candidate.config) for candidate in candidates]
     pending = [i for i, candidate in enumerate(candidates) if candidate.config in evidence.pending]
@@ -144,7 +145,7 @@ def prospects(candidates: Sequence[Candidate], evidence: Evidence, target: Targe
 
 
 @lru_cache(maxsize=4)
-def _rivals(candidates: tuple[Candidate, ...]) -> tuple[tuple[int, ...], ...]:
+def _rivals(candidates: tuple[Candidate[Any], ...]) -> tuple[tuple[int, ...], ...]:
     """For each candidate the others that are no slower if they fit: the same without what only saves memory."""
     return tuple(
         tuple(j for j, other in enumerate(candidates) if only_saves(candidate.config, other.config))
@@ -152,7 +153,7 @@ def _rivals(candidates: tuple[Candidate, ...]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _chance(candidate: Candidate, place: int, memories: Beliefs, evidence: Evidence) -> float:
+def _chance(candidate: Candidate[C], place: int, memories: Beliefs, evidence: Evidence[C]) -> float:
     """Probability that a candidate fits and can be used."""
     if candidate.config in evidence.speeds:
         return 1.0
@@ -165,12 +166,12 @@ def _chance(candidate: Candidate, place: int, memories: Beliefs, evidence: Evide
 
 
 def _gain_of_all(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Candidate[C]],
     places: Sequence[int],
     rivals: Sequence[Sequence[int]],
     times: Beliefs,
     memories: Beliefs,
-    evidence: Evidence,
+    evidence: Evidence[C],
 ) -> float:
     """Expectation of the largest gain, over joint draws: the maximum of correlated variables has no closed form."""
     normal = np.random.default_rng(0)
@@ -186,7 +187,7 @@ def _gain_of_all(
     return float(np.maximum(gains.max(axis=1), 0.0).mean())
 
 
-def _known_to_fit(candidate: Candidate, evidence: Evidence) -> bool | None:
+def _known_to_fit(candidate: Candidate[C], evidence: Evidence[C]) -> bool | None:
     """What was measured of it; None where it wasn't."""
     if candidate.config in evidence.speeds:
         return True
@@ -201,19 +202,19 @@ def _draws(known: Beliefs, places: Sequence[int], normal: np.random.Generator) -
     return drawn
 
 
-def _settled(config: TrainingConfig, evidence: Evidence) -> bool:
+def _settled(config: C, evidence: Evidence[C]) -> bool:
     return any(config in known for known in (evidence.speeds, evidence.failed, evidence.broken, evidence.pending))
 
 
 def _outlook(
-    candidate: Candidate,
+    candidate: Candidate[C],
     place: int,
     times: Beliefs,
     memories: Beliefs,
-    evidence: Evidence,
+    evidence: Evidence[C],
     chance: float,
     useful: float,
-) -> Outlook:
+) -> Outlook[C]:
     slower, spread = float(times.mean[place]), float(times.standard_deviation[place])
     log_speed = math.log(candidate.tokens_per_s) - slower
     if evidence.best:

@@ -316,6 +316,9 @@ class HostRates:
     mapped_file_bytes_per_s: float = 1e9
     """Of copies to the card from a mapped file that isn't in the page cache, which wait for one page fault after
     another: "~1 GB/s (from an SSD that has ~7 GB/s read speed)" (pytorch/pytorch#117805, safetensors)."""
+    touched_file_bytes_per_s: float = 5e9
+    """The same where the CPU's threads read it: "when the tensors loaded from the file are used by the CPU, we get
+    fairly good load performance (~5 GB/s)", on that disk."""
     slow_disk_bytes_per_s: float = 0.55e9
     """Of a disk on SATA, whose link has 600 MB/s: what a file is read at from a slower disk than that one."""
 

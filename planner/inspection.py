@@ -27,6 +27,8 @@ class ModelFacts:
     """Whether transformers has activation checkpointing for it."""
     vocab_size: int
     """Entries of the vocabulary; 0 where there is none."""
+    plain_linears: bool = True
+    """Whether its layers multiply by ``nn.Linear``, and not by transformers' Conv1D."""
     layers_name: str | None = None
     """Dotted name of the first stack's module list, such as ``model.layers``; None where layers stand in none."""
 
@@ -39,6 +41,7 @@ class ModelFacts:
 def inspect_model(workload: Workload) -> ModelFacts:
     """Build the model without data and look at it."""
     import torch
+    from transformers.pytorch_utils import Conv1D
 
     from planner.levers.checkpointing import stack_sizes
 
@@ -50,6 +53,7 @@ def inspect_model(workload: Workload) -> ModelFacts:
         supports_sdpa=bool(getattr(model, "_supports_sdpa", False)),
         supports_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
+        plain_linears=not any(isinstance(module, Conv1D) for module in model.modules()),
         layers_name=_layers_name(model),
     )
 

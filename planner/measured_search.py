@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Generic, Protocol
 
-from planner.config import TrainingConfig
+from planner.budget import Budget, Memory
+from planner.config import C, Config, InferenceConfig, TrainingConfig
 from planner.errors import TrialError
 from planner.evidence import Knowledge, over_bytes, typical_speed
 from planner.expected_gain import (
@@ -33,17 +34,17 @@ from planner.measurements import (
 )
 from planner.progress import NoProgress, Progress
 from planner.residuals import chance_below, memory_spread
-from planner.search import SearchResult, Trial
-from planner.simulation import Simulator
+from planner.search import Asked_contra, SearchResult, SearchSpace, Trial
 from planner.space import Space
 from planner.study import Claim, SharedStudy
+from planner.timing import Time
 
 GIVEN_UP_AFTER = 3
 """Configurations that failed, none of them for want of memory, before anything ran: the device or the set-up is
 broken, and further trials would only say so again."""
 WAIT_S = 0.2
 """Between two looks at what other workers measure, when nothing is left to run here."""
-Measure = Callable[[TrainingConfig], Measurement]
+Measure = Callable[[C], Measurement]
 
 
 def study_name(space: Space, target: Target, device: Mapping[str, Any], limits: Mapping[str, Any]) -> str:
@@ -57,9 +58,23 @@ def study_name(space: Space, target: Target, device: Mapping[str, Any], limits: 
     return f"vramplan-{digest(key)}"
 
 
+class Predicts(Protocol[Asked_contra]):
+    """What predicts a trial's memory and time."""
+
+    @property
+    def budget(self) -> Budget:
+        """The ceiling and what is kept off it."""
+
+    def memory(self, config: Asked_contra) -> Memory:
+        """Of what a trial runs."""
+
+    def time(self, config: Asked_contra) -> Time:
+        """Of a step."""
+
+
 def candidates_of(
-    simulated: SearchResult, simulator: Simulator, *, kind: str, ceiling_of: Callable[[TrainingConfig], int]
-) -> list[Candidate]:
+    simulated: SearchResult[C], simulator: Predicts[C], *, kind: str, ceiling_of: Callable[[C], int]
+) -> list[Candidate[C]]:
     """What a simulated search leaves to be measured: everything but what is certain not to fit.
 
     ``ceiling_of`` says what a configuration's trial may take, context included.
@@ -94,21 +109,21 @@ that predictions are off by a little, so this is more patient than the search it
 
 
 def measured_search(
-    space: Space,
-    simulated: SearchResult,
-    candidates: Sequence[Candidate],
+    space: SearchSpace[C],
+    simulated: SearchResult[C],
+    candidates: Sequence[Candidate[C]],
     target: Target,
     *,
-    measure: Measure,
-    store: MeasurementStore,
+    measure: Measure[C],
+    store: MeasurementStore[C],
     study: SharedStudy,
-    exact_ceiling: Callable[[TrainingConfig], int] | None = None,
+    exact_ceiling: Callable[[C], int] | None = None,
     trials: int | None = None,
     timeout_s: float | None = None,
     worker: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> SearchResult:
+) -> SearchResult[C]:
     """Run the trials that are worth it; every simulated trial comes back, with its measurement where there is one.
 
     ``exact_ceiling`` is what a configuration's trial may take, where that takes too long to be asked of every
@@ -154,18 +169,20 @@ class _Limits:
         return most if self.trials is None else min(most, self.trials - self.run)
 
 
-class _Search:
+class _Search(Generic[C]):
     """One search while it runs."""
 
     def __init__(
         self,
-        knowledge: Knowledge,
-        measure: Measure,
-        store: MeasurementStore,
+        knowledge: Knowledge[C],
+        measure: Measure[C],
+        store: MeasurementStore[C],
         progress: Progress,
         limits: _Limits,
     ) -> None:
-        self.known, self.measure, self.store = knowledge, measure, store
+        self.known: Knowledge[C] = knowledge
+        self.measure: Measure[C] = measure
+        self.store: MeasurementStore[C] = store
         self.study, self.progress, self.limits = knowledge.study, progress, limits
         self.stopped, self.interrupted = "", False
         self.best_told = 0.0
@@ -215,7 +232,7 @@ class _Search:
             if claim := self.study.claim(self.known.choices[noisier.config], repeat=True):
                 self._run(claim)
 
-    def _reason_to_stop(self, evidence: Evidence) -> str:
+    def _reason_to_stop(self, evidence: Evidence[C]) -> str:
         failures = self.known.failures()
         if len(failures) >= GIVEN_UP_AFTER and not evidence.speeds and not evidence.failed:
             return f"{len(failures)} configurations failed, and none ran"
@@ -246,7 +263,7 @@ class _Search:
         self.best_told = max(self.best_told, speed or 0.0)
         self.progress.trial_ended(text, tokens_per_s=speed, problem="" if measurement.ok else _problem(measurement))
 
-    def _keep(self, claim: Claim, candidate: Candidate, measurement: Measurement) -> None:
+    def _keep(self, claim: Claim, candidate: Candidate[C], measurement: Measurement) -> None:
         problem = self.store.append(self.known.row(candidate, measurement))
         if problem:
             self.problems[problem] = None
@@ -254,13 +271,13 @@ class _Search:
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def _measured_now(self) -> list[Trial]:
+    def _measured_now(self) -> list[Trial[C]]:
         return [
             _measured_trial(Trial(config=config, memory=None, time=None, status="", reason=""), measurements)
             for config, measurements in self.known.results().items()
         ]
 
-    def result(self, simulated: SearchResult) -> SearchResult:
+    def result(self, simulated: SearchResult[C]) -> SearchResult[C]:
         """Every simulated trial, with what was measured or why it wasn't. Raises TrialError when nothing ran."""
         results, failures = self.known.results(), self.known.failures()
         if failures and not results and not self.interrupted:
@@ -286,11 +303,11 @@ class _Search:
         )
 
 
-def _speed(trial: Trial) -> float:
+def _speed(trial: Trial[Any]) -> float:
     return (trial.measured and trial.measured.tokens_per_s) or 0.0
 
 
-def _measured_trial(trial: Trial, measurements: Sequence[Measurement]) -> Trial:
+def _measured_trial(trial: Trial[C], measurements: Sequence[Measurement]) -> Trial[C]:
     """With the last measurement; of one that ran several times, the one nearest to their mean, at the mean's speed."""
     last = measurements[-1]
     if not last.ok:
@@ -309,13 +326,13 @@ def _problem(measurement: Measurement) -> str:
     return measurement.reason or STATUSES[measurement.status]
 
 
-def _nothing_left(view: Prospects) -> str:
+def _nothing_left(view: Prospects[Any]) -> str:
     if any(not outlook.closed for outlook in view.outlooks):
         return f"all that is left is expected to gain {view.gain:.1%}, under {WORTH_A_TRIAL:.0%}"
     return "nothing is left that could be faster and fit"
 
 
-def _all_failed(failures: Mapping[TrainingConfig, Sequence[Measurement]]) -> str:
+def _all_failed(failures: Mapping[Any, Sequence[Measurement]]) -> str:
     """Every kind of failure once, with how often it came."""
     ended = [measurement for measurements in failures.values() for measurement in measurements]
     counts = Counter(measurement.status for measurement in ended)
@@ -326,11 +343,22 @@ def _all_failed(failures: Mapping[TrainingConfig, Sequence[Measurement]]) -> str
     return "\n".join(lines)
 
 
-def describe(config: TrainingConfig) -> str:
+def describe(config: Config) -> str:
     """A configuration in a few words, what is as usual left out."""
-    parts: list[str] = [config.precision, config.optimizer]
-    parts += [f"checkpointing {config.checkpointing}"] if config.checkpointing != "none" else []
-    parts += [config.attention] if config.attention != "sdpa" else []
-    parts += [f"{config.loss} loss"] if config.loss != "standard" else []
-    parts += [f"offload {config.offload}"] if config.offload != "none" else []
-    return ", ".join([*parts, f"micro-batch {config.micro_batch_size}"])
+    own = _inference_words(config) if isinstance(config, InferenceConfig) else _training_words(config)
+    attention = [config.attention] if config.attention != "sdpa" else []
+    offload = [f"offload {config.offload}"] if config.offload != "none" else []
+    batch = "batch" if isinstance(config, InferenceConfig) else "micro-batch"
+    return ", ".join([config.precision, *own, *attention, *offload, f"{batch} {config.micro_batch_size}"])
+
+
+def _training_words(config: TrainingConfig) -> list[str]:
+    words: list[str] = [config.optimizer]
+    words += [f"checkpointing {config.checkpointing}"] if config.checkpointing != "none" else []
+    return words + ([f"{config.loss} loss"] if config.loss != "standard" else [])
+
+
+def _inference_words(config: InferenceConfig) -> list[str]:
+    words = [f"quantization {config.quantization}"] if config.quantization != "none" else []
+    words += [f"{config.kv_cache} cache"] if config.kv_cache not in ("none", "dynamic") else []
+    return words + ([f"{config.prefill_chunk_tokens} tokens a pass"] if config.prefill_chunk_tokens else [])

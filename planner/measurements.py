@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from planner import cache
-from planner.config import TrainingConfig
+from planner.config import C, Config, passes_of, read_config
 from planner.measure.protocol import ABOUT_THE_CONFIGURATION, OUT_OF_MEMORY, DeviceFacts, Measurement
 from planner.workload import Workload
 
@@ -61,12 +61,12 @@ def workload_key(workload: Workload) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(Generic[C]):
     """One measurement that is kept."""
 
     workload: str
     """Key of the workload."""
-    config: TrainingConfig
+    config: C
     """What was run."""
     ceiling_bytes: int | None
     """Under which ceiling; None: all of the device."""
@@ -86,13 +86,13 @@ class Measured:
         return json.dumps(document)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Measured:
+    def from_json(cls, text: str | bytes) -> Measured[Any]:
         """From ``to_json``'s line. Raises ValueError for anything else."""
         try:
             values = json.loads(text)
-            config = TrainingConfig.model_validate(values.pop("config"))
+            config = read_config(values.pop("config"))
             measurement = Measurement.from_json(json.dumps(values.pop("measurement")))
-            return cls(config=config, measurement=measurement, **values)
+            return Measured(config=config, measurement=measurement, **values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError("not a kept measurement") from error
 
@@ -108,8 +108,8 @@ class Measured:
         return True
 
 
-class MeasurementStore:
-    """The measurements of one device with its versions."""
+class MeasurementStore(Generic[C]):
+    """The measurements of one device with its versions, of training or of inference."""
 
     def __init__(self, key: Mapping[str, Any], folder: Path | None = None) -> None:
         self.key = dict(key)
@@ -117,7 +117,7 @@ class MeasurementStore:
         self.unreadable = 0
         """Lines that ``rows`` skipped the last time."""
 
-    def rows(self) -> list[Measured]:
+    def rows(self) -> list[Measured[C]]:
         """Everything that can be read, oldest first; empty where there is nothing."""
         try:
             lines = self.path.read_bytes().splitlines()
@@ -131,7 +131,7 @@ class MeasurementStore:
                 self.unreadable += 1
         return rows
 
-    def append(self, row: Measured) -> str:
+    def append(self, row: Measured[C]) -> str:
         """Keep a measurement, if it says something about its configuration. Why it could not be kept; else empty."""
         if row.measurement.status not in ABOUT_THE_CONFIGURATION:
             return ""
@@ -189,11 +189,11 @@ def _error_of_median(values: Sequence[float]) -> float:
     return 1.2533 * deviation / math.sqrt(len(values))
 
 
-Predict = Callable[[Measured], "tuple[int, float] | None"]
+Predict = Callable[[Measured[Any]], "tuple[int, float] | None"]
 """Reserved bytes and milliseconds of a step as the simulator says them now of what a row measured; None: nothing."""
 
 
-def time_residuals(rows: Sequence[Measured], predict: Predict | None = None) -> list[Residual]:
+def time_residuals(rows: Sequence[Measured[Any]], predict: Predict | None = None) -> list[Residual]:
     """Log ratios of measured over predicted step times, of what ran."""
     from planner.residuals import Residual
 
@@ -201,13 +201,15 @@ def time_residuals(rows: Sequence[Measured], predict: Predict | None = None) -> 
     for row in rows:
         predicted = _predicted(row, predict)[1]
         if row.measurement.ok and row.measurement.step_ms and predicted:
-            noise = log_noise(row.measurement, row.config.gradient_accumulation_steps)
+            noise = log_noise(row.measurement, passes_of(row.config))
             ratio = math.log(row.measurement.step_ms / predicted)
             found.append(Residual(config=row.config, workload=row.workload, log_ratio=ratio, variance=noise**2))
     return found
 
 
-def memory_residuals(rows: Sequence[Measured], context_bytes: int, predict: Predict | None = None) -> list[Residual]:
+def memory_residuals(
+    rows: Sequence[Measured[Any]], context_bytes: int, predict: Predict | None = None
+) -> list[Residual]:
     """Log ratios of measured over predicted reserved memory; of what ran out of it, that they are larger."""
     from planner.residuals import Residual
 
@@ -222,11 +224,11 @@ def memory_residuals(rows: Sequence[Measured], context_bytes: int, predict: Pred
     return found
 
 
-def _predicted(row: Measured, predict: Predict | None) -> tuple[int | None, float | None]:
+def _predicted(row: Measured[Any], predict: Predict | None) -> tuple[int | None, float | None]:
     return (predict and predict(row)) or (row.predicted_reserved_bytes, row.predicted_step_ms)
 
 
-def relevant(rows: Sequence[Measured], workload: str) -> list[Measured]:
+def relevant(rows: Sequence[Measured[C]], workload: str) -> list[Measured[C]]:
     """All rows of a workload and the newest of the others that ran, oldest first."""
     others = [row for row in rows if row.workload != workload and row.measurement.ok][-_OTHER_ROWS:]
     kept = {id(row) for row in others}
@@ -259,7 +261,7 @@ class Corrections:
     """Of reserved memory."""
 
     @classmethod
-    def of(cls, rows: Sequence[Measured], *, workload: str, kind: str, context_bytes: int) -> Corrections:
+    def of(cls, rows: Sequence[Measured[C]], *, workload: str, kind: str, context_bytes: int) -> Corrections:
         """From kept measurements; ``context_bytes`` as probed, for those that ran out of memory before they told."""
         rows = relevant(rows, workload)
         contexts = [row.measurement.context_bytes for row in rows if row.measurement.context_bytes]
@@ -271,19 +273,19 @@ class Corrections:
             memories=tuple(memory_residuals(rows, context_bytes)),
         )
 
-    def time(self, config: TrainingConfig) -> Ratio:
+    def time(self, config: Config) -> Ratio:
         """What to multiply a predicted step time by."""
         from planner.residuals import time_spread
 
         return self._ratio(self.times, config, time_spread(self.kind))
 
-    def memory(self, config: TrainingConfig) -> Ratio:
+    def memory(self, config: Config) -> Ratio:
         """What to multiply predicted reserved memory by."""
         from planner.residuals import memory_spread
 
         return self._ratio(self.memories, config, memory_spread(self.kind))
 
-    def _ratio(self, rows: Sequence[Residual], config: TrainingConfig, spread: Any) -> Ratio:
+    def _ratio(self, rows: Sequence[Residual], config: Config, spread: Any) -> Ratio:
         from planner.residuals import beliefs
 
         believed = beliefs(rows, [(self.workload, config)], spread)

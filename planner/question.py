@@ -105,14 +105,14 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
         problems += _shape_problems(request, spec)
     data = None
     if spec is not None and request.data is not None and not problems:
-        data = or_problems(problems, lambda: _data(request, spec, progress))
+        data = or_problems(problems, lambda: read_data(request, spec, progress))
     if problems or spec is None or found is None:
         raise InputError(problems)
     card, ceiling, reasons = found
     task = request.task or spec.default_task
     long_texts = data.long_texts if data is not None else request.long_texts or TASK_FACTS[task].long_texts[0]
     workload, seq_len, more = _workload(request, spec, task, data)
-    lengths = _lengths(counts, data, long_texts, seq_len)
+    lengths = lengths_of(counts, data, long_texts, seq_len)
     simulator = Simulator(workload, card, seq_len=seq_len, **on_card(request, device, ceiling, lengths))
     reasons = [*reasons, *more]
     return Question(
@@ -143,14 +143,16 @@ def on_card(request: PlanRequest, device: DeviceFacts | None, ceiling: int, leng
     }
 
 
-def _data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
+def read_data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
+    """The data that a request names, and what becomes of it. Raises InputError."""
     from planner.data.planning import data_of
     from planner.progress import NoProgress
 
     return data_of(request, spec, request.task or spec.default_task, progress or NoProgress())
 
 
-def _lengths(counts: list[int] | None, data: Decided | None, long_texts: LongTexts, seq_len: int) -> Lengths | None:
+def lengths_of(counts: list[int] | None, data: Decided | None, long_texts: LongTexts, seq_len: int) -> Lengths | None:
+    """Lengths that were counted or given; None where they are to be assumed."""
     if data is not None:
         from planner.data.planning import lengths_of_data
 

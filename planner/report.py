@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from planner.config import TrainingConfig
+from planner.config import C, TrainingConfig
 from planner.levers import LEVERS, conflict
 from planner.measure.protocol import Measurement
 from planner.plans import MEMORY_COLUMNS, Reason
 from planner.request import PlanRequest
-from planner.search import C, SearchResult, Trial
+from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import Space, effective_batch_size
 from planner.units import format_bytes
@@ -211,7 +211,8 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
 def predicted_and_measured(trial: Trial[C]) -> dict[str, Any]:
     """The columns of trials.csv that say what was predicted and measured; blank where nothing was."""
     # a lower bound that is over the ceiling is no prediction: the reason tells it
-    memory, time = trial.known if trial.known and trial.known.breakdown else None, trial.time
+    predicted = trial.memory if trial.measured else trial.known  # the whole run of what was measured is its own
+    memory, time = predicted if predicted and predicted.breakdown else None, trial.time
     return {
         "predicted_peak_allocated_bytes": memory.peak_allocated_bytes if memory else "",
         "predicted_peak_reserved_bytes": memory.peak_reserved_bytes if memory else "",

@@ -2,9 +2,10 @@
 
 The logarithm of measured over predicted (a step's time, its memory) is taken as a sum of independent normal terms, each
 shared by fewer configurations than the one before: all of a device; one workload; one precision; one precision with one
-checkpointing; one structure, less the further two micro-batches lie apart; and a measurement's own noise. With that a
-few measurements correct every prediction, most those that are most alike: Gaussian process regression (Rasmussen and
-Williams, "Gaussian Processes for Machine Learning", 2006, section 2.2; 2.7 for a mean that is not known before).
+checkpointing (at inference with one quantization and cache); one structure, less the further two micro-batches lie
+apart; and a measurement's own noise. With that a few measurements correct every prediction, most those that are most
+alike: Gaussian process regression (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, section
+2.2; 2.7 for a mean that is not known before).
 
 The terms' standard deviations are those of published measurements. How far the simulator is off on this very device is
 learnt on top: all variances have one unknown factor, whose prior is that of a variance seen in as many published
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr
 
-from planner.config import TrainingConfig
+from planner.config import Config, InferenceConfig
 
 Array = NDArray[np.float64]
 
@@ -112,7 +113,7 @@ def memory_spread(kind: str) -> Spread:
 class Residual:
     """One measurement against its prediction."""
 
-    config: TrainingConfig
+    config: Config
     """What was measured."""
     workload: str
     """Key of the workload."""
@@ -124,10 +125,17 @@ class Residual:
     """Whether the ratio is only known to be larger: it ran out of memory."""
 
 
-def structure_of(config: TrainingConfig) -> str:
+def structure_of(config: Config) -> str:
     """Everything but the micro-batch (and what follows from it and the effective batch), as one word."""
     left_out = {"micro_batch_size", "max_tokens_per_micro_batch", "gradient_accumulation_steps", "effective_batch_size"}
-    return config.model_dump_json(exclude=left_out)
+    return config.model_dump_json(exclude=left_out | {"layers_on_card"})
+
+
+def _levers(config: Config) -> tuple[str, ...]:
+    """What a precision's own term is told apart by."""
+    if isinstance(config, InferenceConfig):
+        return config.precision, config.quantization, config.kv_cache
+    return config.precision, config.checkpointing
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +149,7 @@ class _Features:
     octave: Array
 
     @classmethod
-    def of(cls, points: Sequence[tuple[str, TrainingConfig]]) -> _Features:
+    def of(cls, points: Sequence[tuple[str, Config]]) -> _Features:
         index: dict[tuple[str, ...], int] = {}
 
         def numbers(keys: list[tuple[str, ...]]) -> NDArray[np.intp]:
@@ -150,7 +158,7 @@ class _Features:
         return cls(
             numbers([("workload", w) for w, _ in points]),
             numbers([("precision", c.precision) for _, c in points]),
-            numbers([("levers", w, c.precision, c.checkpointing) for w, c in points]),
+            numbers([("levers", w, *_levers(c)) for w, c in points]),
             numbers([("structure", w, structure_of(c)) for w, c in points]),
             np.array([math.log2(c.micro_batch_size) for _, c in points], dtype=np.float64),
         )
@@ -194,7 +202,7 @@ class Beliefs:
 
 
 def beliefs(
-    rows: Sequence[Residual], wanted: Sequence[tuple[str, TrainingConfig]], spread: Spread, pending: Sequence[int] = ()
+    rows: Sequence[Residual], wanted: Sequence[tuple[str, Config]], spread: Spread, pending: Sequence[int] = ()
 ) -> Beliefs:
     """What measurements make of the log ratios of ``wanted`` (workload key and configuration).
 

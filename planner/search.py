@@ -8,18 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from typing_extensions import TypeVar
 
 from planner.budget import Budget, Memory
-from planner.config import Config, InferenceConfig, TrainingConfig
+from planner.config import C, TrainingConfig, passes_of
+from planner.inference.timing import measured_time
 from planner.interrupts import interrupts_as_they_are
 from planner.levers import conflict
 from planner.measurements import log_noise
 from planner.simulation import Simulator
 from planner.space import Space
-from planner.timing import Time
+from planner.timing import InferenceTime, Time
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ DEFAULT_TRIALS = 400
 """Trials of a larger space when the request gives no number."""
 
 
-C = TypeVar("C", TrainingConfig, InferenceConfig, default=TrainingConfig)
 Made_co = TypeVar("Made_co", covariant=True)
 Asked_contra = TypeVar("Asked_contra", contravariant=True)
 
@@ -68,6 +68,8 @@ class Trial(Generic[C]):
         found = self.measured
         if found is None or found.step_ms is None or found.tokens_per_s is None:
             return self.time
+        if isinstance(self.time, InferenceTime):
+            return measured_time(self.time, found)
         return Time(
             step_ms=found.step_ms,
             micro_batch_ms=median(found.micro_batch_ms),
@@ -110,6 +112,23 @@ class SearchResult(Generic[C]):
     def best(self) -> Trial[C] | None:
         """The fastest trial that fits."""
         return next(iter(self.fitting), None)
+
+    def add(self, found: SearchResult[C]) -> None:
+        """Another part of the search: its trials besides those before, and how it ended."""
+        self.trials += found.trials
+        self.run += found.run
+        self.problems += found.problems
+        self.interrupted, self.stopped = found.interrupted, found.stopped
+
+    def as_dict(self) -> dict[str, Any]:
+        """How it went on a device: the field ``search`` of plan.json."""
+        return {
+            "trials_run": self.run,
+            "trials_kept": max(0, len(self.measured) - self.run),
+            "interrupted": self.interrupted,
+            "ended": self.stopped,
+            "problems": self.problems,
+        }
 
     def closest(self, simulator: Answers[C]) -> Trial[C] | None:
         """The trial that needs least memory, with its exact need; None when no trial's need is known.
@@ -171,14 +190,9 @@ def _is_a_tie(trial: Trial[C], fastest: Trial[C]) -> bool:
     """Whether the speeds differ by less than the standard error of the difference, and than what is worth a trial."""
     from planner.expected_gain import WORTH_A_TRIAL
 
-    errors = [log_noise(t.measured, _passes(t.config)) for t in (trial, fastest) if t.measured]
+    errors = [log_noise(t.measured, passes_of(t.config)) for t in (trial, fastest) if t.measured]
     slower = _measured_speed(fastest) / _measured_speed(trial) - 1 if _measured_speed(trial) else math.inf
     return trial is fastest or slower < min(math.hypot(*errors), WORTH_A_TRIAL)
-
-
-def _passes(config: Config) -> int:
-    """Passes of a step."""
-    return 1 if isinstance(config, InferenceConfig) else config.gradient_accumulation_steps
 
 
 def _measured_preference(trial: Trial[C]) -> tuple[float, int]:

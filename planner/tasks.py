@@ -5,7 +5,7 @@ No torch here: the command's help and the checks of a request read this too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LossKind = Literal["cross-entropy", "binary-cross-entropy", "squared-error", "contrastive"]
@@ -216,3 +216,23 @@ INFERENCE_TASKS: tuple[str, ...] = tuple(facts.name for facts in _ALL if facts.a
 """Tasks that a model can be run for."""
 GENERATING_TASKS: tuple[str, ...] = tuple(facts.name for facts in _ALL if facts.generates)
 """Those of them that write text."""
+
+
+def facts_for(task: str, mode: str) -> TaskFacts:
+    """What is true of a task when a model is trained for it, or run: then a sample is an input without a label.
+
+    A prompt is never cut into several: what is written goes on at its end.
+    """
+    facts = TASK_FACTS[task]
+    if mode == "train":
+        return facts
+    ways = ("truncate",) if facts.generates else tuple(way for way in facts.long_texts if way != "pack")
+    return replace(
+        facts,
+        labels="none",
+        usual_label_columns=(),
+        text_columns=facts.input_columns or facts.text_columns,
+        joined=True,
+        usual_text_columns=facts.columns_of_input,
+        long_texts=ways,
+    )

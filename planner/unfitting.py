@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.config import LoraSettings, TrainingConfig
+from planner.config import C, LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
 from planner.hardware import all_cards, ceiling_bytes, typical_card
 from planner.levers import conflict
 from planner.request import PlanRequest
-from planner.search import C, SearchResult, Trial
+from planner.search import SearchResult, Trial
 from planner.simulation import OnCard, Simulator
 from planner.space import Space, rungs
 from planner.units import GIB, MIB, format_bytes, round_up

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from planner import cache
-from planner.budget import PARTS, Memory
-from planner.config import TrainingConfig
+from planner.budget import PARTS, Budget, Memory
+from planner.config import Config, TrainingConfig
 from planner.lengths import Lengths, assumed_lengths
 from planner.memory.epoch import EpochPeak, epoch_steps, replay_epoch
 from planner.memory.life import Life, replay_life
@@ -58,15 +58,20 @@ def later_bytes(simulator: Simulator, config: TrainingConfig) -> int:
 
 
 def measured_run(simulator: Simulator, config: TrainingConfig, measured: Measurement) -> Memory:
-    """The whole run by what a trial measured: what the simulator says later phases add goes on top of it.
+    """The whole run by what a trial measured."""
+    run, steps = whole_run(simulator, config), simulator.memory(config)
+    return run_by_measured(simulator.budget, config, run=run, trial=steps, measured=measured)
+
+
+def run_by_measured(budget: Budget, config: Config, *, run: Memory, trial: Memory, measured: Measurement) -> Memory:
+    """What the simulator says that a run's other phases add to what it says of a trial, on top of what that measured.
 
     What the process held beyond the allocator is the context.
     """
-    run, steps = whole_run(simulator, config), simulator.memory(config)
     assert measured.peak_allocated_bytes is not None and measured.peak_reserved_bytes is not None
     assert measured.process_bytes is not None
-    more_allocated = measured.peak_allocated_bytes - steps.peak_allocated_bytes
-    more_reserved = measured.peak_reserved_bytes - steps.peak_reserved_bytes
+    more_allocated = measured.peak_allocated_bytes - trial.peak_allocated_bytes
+    more_reserved = measured.peak_reserved_bytes - trial.peak_reserved_bytes
     later = {
         name: {
             "peak_allocated_bytes": max(0, peaks["peak_allocated_bytes"] + more_allocated),
@@ -75,7 +80,7 @@ def measured_run(simulator: Simulator, config: TrainingConfig, measured: Measure
         for name, peaks in run.phases.items()
     }
     seen = {name: dict(peaks) for name, peaks in measured.phases.items() if name in run.phases}
-    return simulator.budget.memory(
+    return budget.memory(
         config,
         allocated_bytes=max(run.peak_allocated_bytes + more_allocated, measured.peak_allocated_bytes),
         reserved_bytes=max(run.peak_reserved_bytes + more_reserved, measured.peak_reserved_bytes),

@@ -19,11 +19,11 @@ import fms
 import fused_kernels
 import generation
 import ground_truth
-import loops
 import packed_linears
 from rows import Row
 
 from planner.errors import RecordingError
+from planner.inference import unrolling
 from planner.models import resolve_model
 from planner.recording.record import Recording
 from planner.workload import Workload
@@ -68,9 +68,9 @@ def small_setup(quantization: str = "none", prompt: int = 5) -> Any:
     return replace(setup, workload=replace(setup.workload, spec=spec))
 
 
-def recorded(setup: Any, monkeypatch: pytest.MonkeyPatch, tokens: int = generation._RECORDED_TOKENS) -> Recording:
+def recorded(setup: Any, monkeypatch: pytest.MonkeyPatch, passes: int = generation._RECORDED_PASSES) -> Recording:
     """The first tokens of a run."""
-    monkeypatch.setattr(generation, "_RECORDED_TOKENS", tokens)
+    monkeypatch.setattr(generation, "_RECORDED_PASSES", passes)
     return ground_truth._record(setup, setup.shape)
 
 
@@ -83,13 +83,12 @@ def live_bytes(recording: Recording, position: int) -> int:
 
 
 def test_a_run_made_of_its_first_tokens_equals_one_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve tokens: block for block and event for event, as none of the later ones is shortened."""
+    """Ten tokens: block for block and event for event, as none of the later ones is shortened."""
     setup = small_setup()
     short = recorded(setup, monkeypatch)
-    whole = generation.unrolled(short, new_tokens=12)
-    direct = recorded(setup, monkeypatch, tokens=12)
-    end = direct.phases[loops.ITERATION.format(12)]
-    assert direct.events[:end] == whole.events
+    whole = generation.whole_run(short, new_tokens=10)
+    direct = recorded(setup, monkeypatch, passes=11)
+    assert direct.events[: len(whole.events)] == whole.events
     assert direct.sizes[: max(whole.events) + 1] == whole.sizes
 
 
@@ -98,12 +97,12 @@ def test_only_blocks_that_no_other_token_sees_are_left_out_of_the_tokens_between
 ) -> None:
     """What is left is a run without a double free, that ends with the same blocks."""
     short = recorded(small_setup(), monkeypatch)
-    long = generation.unrolled(short, new_tokens=40)
+    long = generation.whole_run(short, new_tokens=40)
     live: set[int] = set()
     for event in long.events:
         assert (event not in live) if event > 0 else (-event in live)
         live.add(event) if event > 0 else live.remove(-event)
-    again = generation.unrolled(short, new_tokens=12)
+    again = generation.whole_run(short, new_tokens=12)
     last = [sum(recording.sizes[b] for b in _live(recording)) for recording in (long, again)]
     assert 0 <= last[0] - last[1] - 28 * cache_bytes_a_token(small_setup()) <= 28 * BOOKKEEPING_BYTES
 
@@ -128,7 +127,7 @@ def test_a_generated_token_adds_its_keys_and_values_and_nothing_else(monkeypatch
     """Between two tokens, what is alive grows by the cache's exact size, but for the token's own few numbers."""
     setup = small_setup()
     recording = recorded(setup, monkeypatch)
-    positions = [recording.phases[loops.ITERATION.format(index)] for index in (3, 4)]
+    positions = [recording.phases[unrolling.PASS.format(index)] for index in (3, 4)]
     before, after = (live_bytes(recording, position) for position in positions)
     assert 0 <= after - before - cache_bytes_a_token(setup) <= BOOKKEEPING_BYTES
 
@@ -136,11 +135,11 @@ def test_a_generated_token_adds_its_keys_and_values_and_nothing_else(monkeypatch
 def test_tokens_that_are_not_alike_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that don't grow by equal steps can't be continued."""
     recording = recorded(small_setup(), monkeypatch)
-    last = recording.events[recording.phases[loops.ITERATION.format(4)] :]
+    last = recording.events[recording.phases[unrolling.PASS.format(4)] :]
     changed = list(recording.sizes)
     changed[next(event for event in last if event > 0)] += 512
     with pytest.raises(RecordingError, match="not those of the next"):
-        generation.unrolled(replace(recording, sizes=changed), new_tokens=12)
+        generation.whole_run(replace(recording, sizes=changed), new_tokens=12)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from planner.inference.streaming_time import (
     SLOW_DRIVER_CALL_US,
     StreamingTime,
     emptied,
+    streamed_pass,
     streaming_time,
 )
 from planner.inference.workload import InferenceWorkload
 from planner.levers.checkpointing import checkpointing_layers, stack_sizes
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
-from planner.memory.model import fit_step
+from planner.memory.model import constant_step, fit_step
 from planner.recording.kernels import Target
 from planner.recording.record import ACTIVATIONS, INPUTS, OUTSIDE_LAYERS, PARAMETERS, Op, Recording
 from planner.recording.recorder import Recorder
@@ -94,15 +96,19 @@ def test_layers_on_the_card_follow_from_a_recording_without_them(spec, task, whe
     assert record(spec, task, offload=where).to_json() == direct.to_json()  # None: all of them
 
 
-@pytest.mark.parametrize(("spec", "task"), [MODELS[1], MODELS[3]], ids=["llama", "t5"])
-def test_streamed_layers_repeat(spec, task):
-    """Ten layers from four are the recording of ten, with each event's own layer, whatever stays on the card."""
-    stacks = (Stack(layers=10),) * (2 if spec is T5 else 1)
-    for count in (0, 7) if spec is LLAMA else (12,):
-        whole = record(spec, task, offload="parameters", layers_on_card=count)
-        assert (
-            whole.to_json() == record(spec, task, offload="parameters", layers_on_card=count, stacks=stacks).to_json()
-        )
+@pytest.mark.parametrize(
+    ("spec", "task", "stacks", "count"),
+    [
+        (LLAMA, "causal-lm", (Stack(layers=10),), 0),
+        (LLAMA, "causal-lm", (Stack(layers=10, period=2),), 7),
+        (T5, "seq2seq-lm", (Stack(layers=10), Stack(layers=10)), 12),
+    ],
+    ids=["llama", "pairs", "t5"],
+)
+def test_streamed_layers_repeat(spec, task, stacks, count):
+    """Ten layers from four (or eight) are the recording of ten, with each event's own layer."""
+    whole = record(spec, task, offload="parameters", layers_on_card=count)
+    assert whole.to_json() == record(spec, task, offload="parameters", layers_on_card=count, stacks=stacks).to_json()
     assert set(range(10)) <= set(whole.layers)
 
 
@@ -134,6 +140,35 @@ def test_polynomials_with_layers_on_the_card():
     assert np.array_equal(fitted[1].sizes_at((7, 160)), derived.sizes_at((7, 160)))
     for expected, got in zip(fitted[1].ops_at((7, 160)), derived.ops_at((7, 160)), strict=True):
         assert np.array_equal(expected, got)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_cpu_reads_layers_from_disk(precision):
+    """Without a card a weight takes its own size while its module runs; nothing is reserved beforehand."""
+    target = Target(kind="cpu", compute_capability=(0, 0))
+    found = {}
+    for count in (0, 4):
+        config = config_of(offload="disk", precision=precision, layers_on_card=count)
+        found[count] = InferenceSource.make(workload_of(LLAMA, "causal-lm"), config, target).record((3, 48), run_passes)
+    assert found[4].to_json() == offload.with_layers_on_card(found[0], 4).to_json()
+    assert 0 == found[4].sizes[1]
+    card = replace(CARD, kind="cpu", pcie_bytes_per_s=CARD.memory_bandwidth_bytes_per_s)
+    time = streamed_pass(constant_step(found[0]), (3, 48), config, card)
+    assert 10 * 9 == time.copies
+    assert time.lower_s < time.expected_s < time.upper_s
+
+
+def test_a_pass_of_a_fitted_step():
+    """Its bounds stand around what is expected, which is the more the fewer layers stay on the card."""
+    config = config_of(offload="parameters", layers_on_card=0)
+    streamed = record(LLAMA, "causal-lm", offload="parameters", layers_on_card=0)
+    times = [
+        streamed_pass(constant_step(offload.with_layers_on_card(streamed, count)), (3, 48), config, CARD)
+        for count in (0, 5, 10)
+    ]
+    assert all(time.lower_s <= time.expected_s <= time.upper_s for time in times)
+    assert times[0].expected_s > times[1].expected_s > times[2].expected_s
+    assert [sum(offload.layer_bytes(streamed).values()), 0] == [times[0].copied_bytes - 2 * 90, times[2].copied_bytes]
 
 
 def test_as_many_layers_as_a_budget_holds():
@@ -262,7 +297,7 @@ def test_quantized_weights_are_not_offloaded(checkpoint, options):
 
 def anonymous_bytes():
     """Memory of this process that no file is behind."""
-    with open("/proc/self/status") as lines:
+    with Path("/proc/self/status").open(encoding="utf-8") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
@@ -295,6 +330,24 @@ def test_what_waits_in_host_memory_was_measured(larger, precision):
     assert abs(grown - (need.waiting_bytes - need.mapped_bytes)) < 0.1 * layers
     assert need.mapped_bytes in (0, need.waiting_bytes)
     assert (need.mapped_bytes > 0) == (precision == "fp32")
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_streaming_from_disk_keeps_the_resident_set_small(larger, where):
+    """After a pass a model whose layers are on disk holds a fraction of what one in memory does, files included."""
+    import psutil
+
+    spec, folder = larger
+    layers = {f"model.layers.{i}": where for i in range(8)}
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu") | layers
+    before = psutil.Process().memory_info().rss
+    model = dispatched(folder, 0, dtype=torch.float32, device_map=places)
+    with torch.no_grad():
+        model(**TOKENS)
+    grown = psutil.Process().memory_info().rss - before
+    streamed = record(spec, "causal-lm", offload="disk", precision="fp32", layers_on_card=0)
+    weights = sum(offload.layer_bytes(streamed).values())
+    assert (grown < 0.3 * weights) if where == "disk" else (grown > 0.8 * weights)
 
 
 def test_checkpoints_type():

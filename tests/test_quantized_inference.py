@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import ground_truth
+import hfbench
+import octo
 import quantized_inference as benchmark
+from rows import Row
 
 from planner.errors import InputError
 from planner.inference.quantized import (
@@ -27,7 +33,10 @@ from planner.inference.quantized import (
     quantize,
     unquantized,
 )
+from planner.measure.backends import live_peaks
+from planner.recording import cpu
 from planner.recording.kernels import Target
+from planner.recording.loading import load_quantized
 from planner.recording.recorder import Recorder
 from planner.recording.stand_ins import OUTLIER_COLUMNS
 
@@ -61,9 +70,11 @@ CASES = [
 
 
 def need(quantization: str) -> None:
-    """Skip without torchao, which the planner doesn't depend on."""
+    """Skip without torchao, which the planner doesn't depend on, and where nf4's weights are packed anew."""
     if quantization == "int8-weight-only":
         pytest.importorskip("torchao")
+    if quantization == "nf4" and has_avx512bf16():
+        pytest.skip("bitsandbytes packs nf4 weights in another way for this processor at the first pass")
 
 
 # -- against the real model ------------------------------------------------------------------------------------------
@@ -104,6 +115,7 @@ def test_outliers_are_taken_for_granted(tmp_path: Path, quantization: str) -> No
     """With as many as the literature finds in every norm's output, the prediction isn't below what happens."""
     from transformers import AutoModelForCausalLM
 
+    need(quantization)
     torch.manual_seed(0)
     config = tiny_llama()
     made = benchmark.with_outliers(AutoModelForCausalLM.from_config(config), OUTLIER_COLUMNS)
@@ -139,6 +151,31 @@ def test_dynamic_quantization_is_torchs() -> None:
     with torch.no_grad():
         expected = quantize_dynamic(model, named, dtype=torch.qint8)(ids).logits
         assert torch.equal(expected, quantize(model, "int8-dynamic", torch.float32)(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_loading_needs_what_the_cpus_operators_do(quantization: str, dtype: torch.dtype) -> None:
+    """Beside the weight as it arrives; at most a byte an element is counted while it is no longer there."""
+    import bitsandbytes
+
+    made = {"nf4": bitsandbytes.nn.Params4bit, "int8": bitsandbytes.nn.Int8Params}[quantization]
+    kind = {"quant_type": "nf4", "compress_statistics": True} if quantization == "nf4" else {"has_fp16_weights": False}
+    weight = torch.linspace(-1, 1, 256 * 512).view(256, 512).to(dtype)
+    bitsandbytes.functional.quantize_4bit(torch.ones(64))  # makes its tables
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        made(weight, requires_grad=False, **kind).to("cpu")
+    peak, _ = benchmark.followed(profiler)
+
+    model = Wrapped(nn.ModuleDict({"linear": nn.Linear(512, 256, bias=False, device="meta", dtype=dtype)}))
+    layer = cpu.moved(quantize(model, quantization, dtype)).inner["linear"]
+    recorder = Recorder(Target(kind="cpu"))
+    with cpu.CpuSemantics(), recorder:
+        recorder.phase("load")
+        load_quantized(recorder, layer, ((tensor, -1) for tensor in held_tensors(layer)))
+        recorder.phase("end")
+    predicted = max(live_peaks(recorder.recording()).values()) - weight.nbytes
+    assert peak <= predicted <= peak + 1.02 * weight.numel()
 
 
 # -- which layers ----------------------------------------------------------------------------------------------------
@@ -248,10 +285,10 @@ def test_more_rows_are_multiplied_by_a_dequantized_weight() -> None:
     assert rows * 128 * 2 == sum(on_meta("nf4", rows)[0])
 
 
-def test_int8_leaves_its_result_and_the_index_of_outliers() -> None:
-    """No copy of the weight, and nothing for a backward pass."""
+def test_int8_leaves_its_result_alone() -> None:
+    """No copy of the weight is made, and nothing is kept for a backward pass or the next one."""
     sizes, _ = on_meta("int8", 40)
-    assert 40 * 128 * 2 + 8 * OUTLIER_COLUMNS == sum(sizes)
+    assert 40 * 128 * 2 == sum(sizes)
     assert DEQUANTIZED not in sizes
 
 
@@ -306,3 +343,75 @@ def test_dynamic_quantization_wants_fp32() -> None:
     model = nn.Linear(8, 8, device="meta")
     with pytest.raises(InputError, match=r"quantization: got int8-dynamic with torch.bfloat16; accepted with fp32"):
         quantize(model, "int8-dynamic", torch.bfloat16)
+
+
+# -- published runs --------------------------------------------------------------------------------------------------
+
+
+def row_of(row_id: str, **fields: str) -> Row:
+    """A row without a file."""
+    given = {"quality": "B", "kind": "inference", "vram_gb": "", "gpu": "", "micro_batch": "1", "seq_len": "", **fields}
+    lengths = given["seq_len"]
+    return Row(
+        id=row_id,
+        source=row_id.rsplit("-", 1)[0],
+        gpu=given["gpu"],
+        measure=given["measure"],
+        measured_bytes=None,
+        micro_batch=int(given["micro_batch"]),
+        seq_len=int(lengths) if lengths else None,
+        quality=given["quality"],
+        fields=given,
+    )
+
+
+ENCODER = {"gpu": "TITAN RTX", "vram_gb": "24", "measure": "nvidia_smi_used", "micro_batch": "8"}
+
+
+@pytest.mark.parametrize(("layers", "length", "measured_mib"), [("6-lay", "32", 1101), ("6-lay", "128", 1127)])
+def test_one_context_explains_every_encoders_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str, length: str, measured_mib: int
+) -> None:
+    """hfbench-010 and -011 to the MiB, with the context of another row."""
+    monkeypatch.setenv("VRAMPLAN_CACHE", str(tmp_path))
+    row = row_of("hfbench-010", **ENCODER, model_id=f"bert-{layers} (BertConfig)", seq_len=length)
+    run = ground_truth.run_for(row)
+    assert isinstance(run, ground_truth.Run)
+    assert measured_mib * 2**20 == run.predicted_bytes
+
+
+def test_the_row_that_gives_the_context_is_no_prediction() -> None:
+    """It would be met by its own figure."""
+    row = row_of("hfbench-001", **ENCODER, model_id="bert-base-uncased", seq_len="8")
+    assert "taken from this row" in str(hfbench.setup_of(row))
+
+
+def test_earlier_bitsandbytes_kept_and_made_more() -> None:
+    """0.41: an fp32 scale for each 64 elements; many rows are multiplied by a copy in fp16 and one in fp32."""
+    linear = nn.Linear(256, 128, device="meta", dtype=torch.float16)
+    four, eight = octo.EARLIER["nf4"](linear), octo.EARLIER["int8"](linear)
+    assert 256 * 128 // 2 + 256 * 128 // 64 * 4 + 16 * 4 == sum(t.nbytes for t in held_tensors(four)) - 128 * 2
+    sizes = [sizes_of(layer, rows=20) for layer in (four, eight)]
+    assert {256 * 128 * 2, 256 * 128 * 4} <= set(sizes[0])
+    assert 256 * 128 in sizes[1]
+    assert 256 * 128 not in sizes_of(eight, rows=1)  # in the tensor cores' order since its first pass
+    assert max(sizes_of(four, rows=1)) < 256 * 128
+
+
+def test_octocoder_has_the_parameters_that_its_authors_state() -> None:
+    """15.5 billion."""
+    row = row_of("octo-001", model_id="bigcode/octocoder", quantization="none", measure="max_memory_allocated")
+    setup = octo.setup_of(row)
+    assert not isinstance(setup, str)
+    model = setup.workload.build_model(attention="eager", dtype=torch.bfloat16)
+    assert 155 == sum(parameter.numel() for parameter in model.parameters()) // 10**8
+
+
+def sizes_of(layer: nn.Module, rows: int) -> list[int]:
+    """Bytes of what a pass allocates."""
+    recorder = Recorder(Target(compute_capability=(8, 0)))
+    with torch.no_grad(), recorder:
+        recorder.phase("forward")
+        layer(torch.empty(1, rows, 256, dtype=torch.float16, device="meta"))
+        recorder.phase("end")
+    return recorder.recording().sizes[1:]

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from planner.levers.checkpointing import checkpointing_layers
 from planner.measure import protocol, trial
 from planner.measure.backends import CpuBackend, CudaBackend, live_peaks
+from planner.measure.course import jumping
 from planner.measure.protocol import Measurement, TrialSpec
-from planner.measure.trial import jumping, run_trial
+from planner.measure.trial import run_trial
 from planner.recording.record import Recording
 from planner.workload import Workload
 

@@ -18,7 +18,7 @@ from planner.errors import InputError, Problem
 from planner.lengths import FATE, Lengths
 from planner.models import ModelSpec
 from planner.request import PlanRequest
-from planner.tasks import TASK_FACTS, LongTexts
+from planner.tasks import LongTexts, TaskFacts, facts_for
 from planner.units import shown
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def data_of(request: PlanRequest, spec: ModelSpec, task: str, progress: Progress
 
     Raises InputError: data that can't be used, or that contradicts the request.
     """
-    facts = TASK_FACTS[task]
+    facts = facts_for(task, request.mode)
     progress.phase("loading the tokenizer")
     counter = token_counter(spec)
     found = survey(request, facts, counter, _teller(progress, request.data or ""))
-    problems = [*_label_problems(request, found, task), *_pair_problems(request, found)]
+    problems = [*_label_problems(request, found, facts), *_pair_problems(request, found)]
     if problems:
         raise InputError(problems)
     return decide(
@@ -71,8 +71,8 @@ def asked_num_labels(request: PlanRequest) -> int | None:
     return request.num_labels if "num_labels" in request.model_fields_set else None
 
 
-def _label_problems(request: PlanRequest, found: Survey, task: str) -> Iterator[Problem]:
-    facts, asked, count = TASK_FACTS[task], asked_num_labels(request), len(found.labels)
+def _label_problems(request: PlanRequest, found: Survey, facts: TaskFacts) -> Iterator[Problem]:
+    asked, count = asked_num_labels(request), len(found.labels)
     if not facts.has_classes:
         return
     if count > 1000 and count > found.usable / 2:
@@ -154,7 +154,6 @@ def describe_data(decided: Decided, config: TrainingConfig, simulator: Simulator
 
     Times are simulated for each shape of micro-batch, and scaled as the largest batch's was by its measurement.
     """
-    found = decided.survey
     scale = step_ms / simulator.time(config).step_ms
     options: dict[str, Any] = {}
     epochs: dict[str, Epoch] = {}
@@ -162,21 +161,8 @@ def describe_data(decided: Decided, config: TrainingConfig, simulator: Simulator
         epochs[option] = epoch_of_samples(decided.samples(option), config, simulator, seed=simulator.seed)
         options[option] = _option(decided, option, epochs[option], config, scale)
     chosen, epoch = options[decided.long_texts], epochs[decided.long_texts]
-    rows = None if math.isinf(found.rows) else round(found.rows)
     return {
-        "source": found.source,
-        "format": found.format,
-        "text_columns": list(found.columns.texts),
-        "label_column": found.columns.label,
-        "rows": rows,
-        "rows_are": f"an estimate: {found.note}" if found.drawn else "counted",
-        "rows_read": found.read,
-        "rows_counted": len(found.sample),
-        "unit": found.unit,
-        "bad_rows": [_bad(each) for each in found.bad],
-        "enormous_texts": [_bad(each) for each in found.enormous],
-        "labels": len(found.labels) if decided.facts.has_classes else None,
-        **_lengths(decided),
+        **describe_rows(decided),
         "long_texts": options,
         "padding": {name: asdict(getattr(epoch, name))["padding"] for name in ("fixed", "grouped", "budget")},
         "batching": asdict(epoch),
@@ -185,6 +171,26 @@ def describe_data(decided: Decided, config: TrainingConfig, simulator: Simulator
         "epoch_s": chosen["epoch_s"],
         "epoch_s_fixed": _epoch_s(chosen["steps"], epoch.fixed.step_s, scale),
         "epoch_s_grouped": _epoch_s(chosen["steps"], epoch.grouped.step_s, scale),
+    }
+
+
+def describe_rows(decided: Decided) -> dict[str, Any]:
+    """What the data is, whatever is done with it."""
+    found = decided.survey
+    return {
+        "source": found.source,
+        "format": found.format,
+        "text_columns": list(found.columns.texts),
+        "label_column": found.columns.label,
+        "rows": None if math.isinf(found.rows) else round(found.rows),
+        "rows_are": f"an estimate: {found.note}" if found.drawn else "counted",
+        "rows_read": found.read,
+        "rows_counted": len(found.sample),
+        "unit": found.unit,
+        "bad_rows": [_bad(each) for each in found.bad],
+        "enormous_texts": [_bad(each) for each in found.enormous],
+        "labels": len(found.labels) if decided.facts.has_classes else None,
+        **_lengths(decided),
     }
 
 

@@ -44,6 +44,9 @@ def _facts(data: Data) -> Iterator[tuple[str, str]]:
     if not tokens["exact"]:
         yield "", tokens["counted_by"]
     yield f"longer than {cut['seq_len']:,}", _longer(cut)
+    if "answers" in data:
+        yield "all of it", _answers(data["answers"])
+        return
     for name, option in data["long_texts"].items():
         if len(data["long_texts"]) > 1:
             yield name, _option(option)
@@ -104,6 +107,13 @@ def _epoch(data: Data) -> str:
     if data["epoch_s"] is None:
         return text
     return f"{text}, {_time(data['epoch_s'])}"
+
+
+def _answers(answers: Mapping[str, Any]) -> str:
+    """What answering the data takes."""
+    inputs = "an unknown number of inputs" if answers["inputs"] is None else f"{answers['inputs']:,} inputs"
+    time = f", {_time(answers['seconds'])}" if answers["seconds"] is not None else ""
+    return f"{inputs}{time}; {answers['padding']:.1%} of the tokens in its batches are padding"
 
 
 def _time(seconds: float | None) -> str:

@@ -28,7 +28,7 @@ def header_lines(plan: Mapping[str, Any], *, runs: Mapping[str, str] | None = No
         *runs.items(),
         ("memory", _memory(plan["memory"], plan["hardware"], plan["time"])),
         ("", _memory_parts(plan["memory"], on_cpu=on_cpu)),
-        ("time", _time(plan["time"])),
+        ("time", (_inference_time if "prefill_ms" in plan["time"] else _time)(plan["time"])),
         *([("data", _data(data))] if (data := plan["workload"].get("data")) else []),
     ]
     return [line for name, text in facts for line in _entry(name, text)]
@@ -77,7 +77,7 @@ def _memory_parts(memory: Mapping[str, Any], *, on_cpu: bool) -> str:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    cut, steps = data["cut"], data["steps_per_epoch"]
+    cut, steps = data["cut"], data.get("steps_per_epoch")
     epoch = "" if steps is None else f"; an epoch has {steps:,} steps"
     return f"{data['source']}, {cut['texts_share']:.1%} of its texts longer than {cut['seq_len']} tokens{epoch}"
 
@@ -85,6 +85,17 @@ def _data(data: Mapping[str, Any]) -> str:
 def _time(time: Mapping[str, Any]) -> str:
     source = str(time["source"])
     return f"{time['step_ms']:,.0f} ms a step, {time['tokens_per_s']:,.0f} tokens/s, {source}"
+
+
+def _inference_time(time: Mapping[str, Any]) -> str:
+    """A full batch; of a generating task its prompts and its new tokens apart."""
+    source = str(time["source"])
+    if time["prefill_ms"] is None:
+        texts, tokens = (f"{time[key]:,.0f}" for key in ("sequences_per_s", "tokens_per_s"))
+        return f"{time['step_ms']:,.0f} ms a batch, {texts} texts/s, {tokens} tokens/s, {source}"
+    prompts = f"{time['prefill_ms']:,.0f} ms for a batch's prompts ({time['prefill_tokens_per_s']:,.0f} tokens/s)"
+    written = f"{time['decode_ms_per_token']:,.1f} ms for each token that follows"
+    return f"{prompts}, {written} ({time['decode_tokens_per_s']:,.0f} tokens/s), {source}"
 
 
 def _entry(name: str, text: str) -> list[str]:

@@ -36,9 +36,11 @@ _OVERLONG = {
 }
 _LISTS = (("query", "documents"), ("query", "passages"), ("query", "texts"))
 """Usual columns of a query with a list of documents."""
-_TEXTS_PER_WINDOW = 4096
-_BATCHES_PER_WINDOW = 16
-"""Enough to sort by length well, so few that a killed run has little to do again."""
+_WINDOW = 4096
+_BATCHES_PER_WINDOW = 64
+"""Of the longest texts: with so many to sort by length, little of a batch is padding."""
+_WRITTEN_PER_WINDOW = 16
+"""The same where writing takes long: a killed run has no more than that to do again."""
 
 
 def render_inference_files(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -83,6 +85,13 @@ def _check(plan: Mapping[str, Any]) -> None:
             f"got {config['offload']!r}; the model has no layers that repeat, which alone can wait; accepted: none"
         )
         problems.append(Problem(argument="offload", message=message))
+    if config["kv_cache"] == "quantized" and task == "seq2seq-lm":
+        message = "got 'quantized', which transformers has for models without an encoder; accepted: dynamic, static"
+        problems.append(Problem(argument="kv_cache", message=message))
+    if config["offload"] != "none" and config["quantization"] != "none":
+        stay = f"weights in {config['quantization']} stay where they are"
+        message = f"got {config['offload']!r}; {stay}; accepted with them: none"
+        problems.append(Problem(argument="offload", message=message))
     if problems:
         raise InputError(problems)
 
@@ -97,7 +106,7 @@ def _task(workload: Mapping[str, Any], request: Mapping[str, Any], config: Mappi
     long_texts = workload.get("long_texts") or facts.long_texts[0]
     segments = long_texts == "segment" and not facts.generates
     answer = facts.answer or ""
-    per_window = _BATCHES_PER_WINDOW * config["micro_batch_size"]
+    batch = config["micro_batch_size"]
     return {
         "task": facts.name,
         "auto_class": facts.auto_class,
@@ -112,7 +121,7 @@ def _task(workload: Mapping[str, Any], request: Mapping[str, Any], config: Mappi
         "text_columns": _text_columns(facts, segments=segments),
         "column_counts": _column_counts(facts, segments=segments),
         "given_column": request.get("text_column"),
-        "window": per_window if facts.generates else max(_TEXTS_PER_WINDOW, per_window),
+        "window": _WRITTEN_PER_WINDOW * batch if facts.generates else max(_WINDOW, _BATCHES_PER_WINDOW * batch),
         "target_columns": facts.usual_label_columns,
     }
 
@@ -120,6 +129,8 @@ def _task(workload: Mapping[str, Any], request: Mapping[str, Any], config: Mappi
 def _data_needs(facts: TaskFacts) -> str:
     if facts.name == "reranking":
         return "A row is a query and a document, or a query and a list of documents."
+    if facts.name == "causal-lm":
+        return 'A row is a prompt (a "prefix" before it, if it has one), or the "messages" of a chat.'
     return _DATA_NEEDS[facts.answer or ""]
 
 
@@ -128,6 +139,8 @@ def _text_columns(facts: TaskFacts, *, segments: bool) -> tuple[tuple[str, ...],
     names = facts.columns_of_input
     if facts.name == "reranking":
         return (*_LISTS, *names)
+    if facts.name == "causal-lm":
+        return (*names, ("messages",))
     return tuple(some for some in names if not segments or len(some) == 1)
 
 

@@ -7,9 +7,10 @@ not all ones, as they are padded, and that of a single one is, so transformers d
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.config import InferenceConfig
-from planner.inference.run_model import Beginning, GenerationFacts
-from planner.inference.unrolling import CHOSEN, END, KV_CACHE, PASS
+from planner.inference.kv_cache import attention_window
+from planner.inference.pass_kinds import Beginning, GenerationFacts
+from planner.inference.unrolling import CHOSEN, END, KV_CACHE, PASS, PREFETCHED
+from planner.recording import transfers  # noqa: F401  # defines the operators
 from planner.recording.record import ACTIVATIONS, INPUTS
 from planner.recording.recorder import Recorder
 from planner.step import MakeBatch
@@ -37,7 +40,7 @@ def generation_settings(config: InferenceConfig, max_new_tokens: int, special: d
     from transformers import GenerationConfig
 
     chunk = {"prefill_chunk_size": config.prefill_chunk_tokens} if config.prefill_chunk_tokens else {}
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=max_new_tokens,
         do_sample=False,
         disable_compile=True,
@@ -49,34 +52,14 @@ def generation_settings(config: InferenceConfig, max_new_tokens: int, special: d
 
 def generation_facts(model_config: Any, config: InferenceConfig, max_positions: int | None = None) -> GenerationFacts:
     """What decides which kinds of passes a run has. ``model_config`` is transformers'."""
-    text = model_config.get_text_config(decoder=True)
     return GenerationFacts(
         chunk=config.prefill_chunk_tokens,
         prefix=config.prefix_tokens,
         has_room=config.kv_cache == "static",
-        window=attention_window(text),
+        window=attention_window(model_config),
         encodes=bool(model_config.is_encoder_decoder),
         max_positions=max_positions,
     )
-
-
-def attention_window(text_config: Any) -> int:
-    """Tokens that a model's layers with sliding attention see; 0 where it has none of them."""
-    types = layer_types(text_config)
-    if not any(kind in _WINDOWED for kind in types):
-        return 0
-    windows = [getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return next((int(window) for window in windows if window), 0)
-
-
-def layer_types(text_config: Any) -> list[str]:
-    """What transformers' caches take each layer for."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    return list(get_layer_types_and_kwargs(text_config)[0])
-
-
-_WINDOWED = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention", "chunked_attention")
 
 
 def special_tokens(config: Any) -> dict[str, Any]:
@@ -100,12 +83,45 @@ def run_generation(
     tokens as it leaves in the cache; ``chosen_k`` begins within the next one, where the token that it led to is
     there. Blocks that hold keys and values get the category KV_CACHE.
     """
+    with torch.no_grad():
+        kept = _computed(model, recorder, config) if config.prefix_tokens else None
     recorder.phase("inputs", category=INPUTS)
     inputs: dict[str, Any] = dict(make_batch())
+    if kept is not None:
+        inputs["cache"] = _copied(kept, beginning.batch, model, recorder)
     if model.config.is_encoder_decoder and beginning.decoder_tokens > 1:
         inputs["decoder_input_ids"] = inputs["input_ids"].new_ones(beginning.batch, beginning.decoder_tokens)
+    model._previous_max_cache_length = -1  # a static cache is never shorter than that of an earlier call
     settings = generation_settings(config, beginning.new_tokens, special_tokens(model.config))
     generate_watched(model, inputs, settings, recorder, beginning.passes, single=beginning.batch == 1)
+
+
+def _computed(model: Any, recorder: Recorder, config: InferenceConfig) -> Any:
+    """Keys and values of a beginning that prompts share, computed as the emitted script does it; they stay."""
+    from transformers import DynamicCache
+
+    recorder.phase("prefix", category=ACTIVATIONS)
+    kept = DynamicCache(config=model.config)
+    ids = torch.ones(1, config.prefix_tokens, dtype=torch.int64, device=model.device)
+    for part in ids.split(config.prefill_chunk_tokens or config.prefix_tokens, dim=1):
+        model.base_model(part, use_cache=True, cache=kept)
+    recorder.mark(cached_tensors(kept), KV_CACHE)
+    return kept
+
+
+def _copied(kept: Any, batch: int, model: Any, recorder: Recorder) -> Any:
+    """``copy.deepcopy(kept)``, repeated for each prompt, layer by layer as both do it."""
+    from transformers import DynamicCache
+
+    copied: Any = DynamicCache(config=model.config)
+    for index, layer in enumerate(kept.layers):
+        with recorder.in_layer(index):
+            copied.layers[index] = copy.deepcopy(layer)
+    for index, layer in enumerate(copied.layers):
+        with recorder.in_layer(index):
+            layer.batch_repeat_interleave(batch)
+    recorder.mark(cached_tensors(copied), KV_CACHE)
+    return copied
 
 
 def generate_watched(
@@ -128,7 +144,8 @@ def generate_watched(
         count += 1
         answers.nothing_is_cached = False
         for cache in caches:
-            recorder.mark(cached_tensors(cache), KV_CACHE)
+            if not getattr(cache, "offloading", False):  # else it is in host memory, but for what is fetched ahead
+                recorder.mark(cached_tensors(cache), KV_CACHE)
         if count == passes:
             _end(recorder)
             raise _EnoughError
@@ -141,7 +158,7 @@ def generate_watched(
 
     handles = [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
     try:
-        with warnings.catch_warnings(), answers, torch.no_grad(), suppress(_EnoughError):
+        with warnings.catch_warnings(), streams(recorder), answers, torch.no_grad(), suppress(_EnoughError):
             warnings.simplefilter("ignore")
             model.generate(**inputs, generation_config=settings, stopping_criteria=[Chosen()])
             _end(recorder)
@@ -171,6 +188,67 @@ def cached_tensors(cache: Any) -> Iterator[Tensor]:
         for states in ("conv_states", "recurrent_states"):
             held += (getattr(layer, states, None) or {}).values()
         yield from (tensor for tensor in held if isinstance(tensor, Tensor))
+
+
+# -- a cache in host memory ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def streams(recorder: Recorder) -> Iterator[None]:
+    """An offloaded cache on tensors without data: its copies are recorded, in transformers' own order.
+
+    cache_utils.py, Cache.update: the next layer's keys and values are fetched on a stream of their own while the
+    layer's are concatenated, which then go to host memory on the stream that computes. What was fetched comes from
+    that stream's own pool of the caching allocator (PREFETCHED), which gives to no other stream.
+    """
+    from transformers import cache_utils
+
+    layer: Any = getattr(cache_utils, "CacheLayerMixin", None)
+    if layer is None:  # releases of benchmarks, before 4.54: nothing of theirs is offloaded
+        yield
+        return
+
+    def offload(self: Any) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (_on_host(tensor) for tensor in (self.keys, self.values))
+
+    def prefetch(self: Any) -> None:
+        if self.is_initialized and self.keys.device != self.device:
+            with recorder.categorised(PREFETCHED):
+                self.keys = torch.ops.vramplan.to_card(self.keys, self.device)
+                self.values = torch.ops.vramplan.to_card(self.values, self.device)
+
+    before = [(layer, "offload"), (layer, "prefetch"), (torch, "Stream"), (torch.cuda, "default_stream")]
+    kept = [(place, name, getattr(place, name)) for place, name in before]
+    try:
+        layer.offload, layer.prefetch = offload, prefetch
+        torch.Stream = _Stream  # type: ignore[misc, assignment]
+        torch.cuda.default_stream = _Stream  # type: ignore[assignment]
+        yield
+    finally:
+        for place, name, value in kept:
+            setattr(place, name, value)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    host: Tensor = torch.ops.vramplan.to_host(tensor)
+    return host.view(tensor.shape)
+
+
+class _Stream:
+    """A stream of a card that isn't there."""
+
+    def __init__(self, *_: Any) -> None:
+        """Of whatever device."""
+
+    def wait_stream(self, other: Any) -> None:
+        """The order of events is that of the host."""
+
+    def __enter__(self) -> None:
+        """Copies go here."""
+
+    def __exit__(self, *_: object) -> None:
+        """And no more."""
 
 
 class _Answers(TorchFunctionMode):

@@ -30,6 +30,10 @@ class InferenceContext(Context):
     """Whether layers of the model keep a window of earlier tokens alone."""
     encoder_decoder: bool = False
     """Whether the model reads with one stack and writes with another."""
+    stacks: int = 1
+    """Runs of repeated layers; 0 where layers share their weights."""
+    plain_linears: bool = True
+    """Whether the model's products are ``nn.Linear`` layers (GPT-2's are transformers' Conv1D)."""
 
 
 class PrecisionLever(Lever):
@@ -78,6 +82,8 @@ class QuantizationLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """Each changes answers beyond rounding: ``plan compare`` shows by how much."""
+        assert isinstance(context, InferenceContext)
+        linears = "" if context.plain_linears else f"{context.spec.model_type} has no nn.Linear layers to quantize"
         on_cpu = context.card.kind == "cpu"
         changes = "answers change: plan compare shows by how much"
         rest = {"swept": False, "last_resort": True}
@@ -87,14 +93,15 @@ class QuantizationLever(Lever):
             Choice(value="nf4", reason=f"4-bit weights by bitsandbytes; {changes}", **rest),
             Choice(
                 value="int8-weight-only",
+                valid=not linears,
                 swept=False,
-                reason=f"1 byte a weight by torchao, products in the plan's precision; {changes}",
+                reason=linears or f"1 byte a weight by torchao, products in the plan's precision; {changes}",
             ),
             Choice(
                 value="int8-dynamic",
-                valid=on_cpu,
+                valid=on_cpu and not linears,
                 swept=False,
-                reason=f"int8 products by torch on the processor; {changes}"
+                reason=linears or f"int8 products by torch on the processor; {changes}"
                 if on_cpu
                 else "torch has dynamic int8 products for processors alone",
             ),
@@ -116,18 +123,24 @@ class OffloadLever(Lever):
 
     def choices(self, context: Context) -> list[Choice]:
         """Streaming changes no answer, and costs the link's time for every batch."""
+        assert isinstance(context, InferenceContext)
+        obstacle = "" if context.stacks == 1 else "layers are streamed of models with one stack of them alone"
         choices = [
             Choice(value="none", reason="all weights stay on the card"),
             Choice(
                 value="parameters",
                 swept=False,
-                last_resort=True,
-                reason="layers without room on the card come from host memory for every batch; answers are the same",
+                last_resort=not obstacle,
+                valid=not obstacle,
+                reason=obstacle
+                or "layers without room on the card come from host memory for every batch; answers are the same",
             ),
             Choice(
                 value="disk",
                 swept=False,
-                reason="layers without room come from disk for every batch: only when named; answers are the same",
+                valid=not obstacle,
+                reason=obstacle
+                or "layers without room come from disk for every batch: only when named; answers are the same",
             ),
         ]
         return ruled_out_on_cpu(choices, context, {"parameters": "everything is in host memory already"})
@@ -149,7 +162,11 @@ class KvCacheLever(Lever):
         window = "; layers with a window keep its tokens alone" if context.sliding_window else ""
         choices = [
             Choice(value="dynamic", reason=f"grows with what is written, copied for every token{window}"),
-            Choice(value="static", reason=f"as long as the longest answer from the start: no copies{window}"),
+            Choice(
+                value="static",
+                swept=False,
+                reason=f"as long as the longest answer from the start: no copies, but all of it is read{window}",
+            ),
             Choice(
                 value="quantized",
                 valid=not plain,

@@ -7,7 +7,7 @@ loading on and their copies are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,16 +86,19 @@ def streamed_weights(recording: Recording) -> list[_Streamed]:
         if op.layer != before:
             visit, before = visit + 1, op.layer
         if op.name == TO_CARD:
-            found.append(_streamed(recording, index, op, visit))
+            found += _streamed(recording, index, op, visit)
     return found
 
 
-def _streamed(recording: Recording, index: int, op: Op, visit: int) -> _Streamed:
+def _streamed(recording: Recording, index: int, op: Op, visit: int) -> Iterator[_Streamed]:
+    """A weight, or what it is converted from; nothing that a cache brings."""
     block = recording.events[op.position - 1]
     if recording.categories[block] == PARAMETERS:
-        return _Streamed(op.layer, visit, block, None, (index,))
+        yield _Streamed(op.layer, visit, block, None, (index,))
+        return
     converted = recording.events[recording.ops[index + 1].position - 1]
-    return _Streamed(op.layer, visit, converted, block, (index, index + 1))
+    if recording.categories[converted] == PARAMETERS:
+        yield _Streamed(op.layer, visit, converted, block, (index, index + 1))
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class _Change:
     gates: list[int]
     """Indices of the gates that are left."""
     adopted_bytes: int
-    """What stays from now on."""
+    """By how much more is reserved before it is loaded."""
 
 
 def with_layers_on_card(recording: Recording, layers_on_card: int) -> Recording:
@@ -125,8 +128,7 @@ def step_with_layers_on_card(model: StepModel, layers_on_card: int) -> StepModel
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     operands = [row for index in change.ops for row in range(starts[index], starts[index + 1])]
     sizes = _rows(model.sizes, change.blocks)
-    if change.adopted_bytes:
-        sizes.numerators[_RESERVED, 0] += change.adopted_bytes * sizes.denominators[_RESERVED]
+    sizes.numerators[_RESERVED, 0] += change.adopted_bytes * sizes.denominators[_RESERVED]
     return StepModel(
         template=change.recording,
         sizes=sizes,
@@ -144,28 +146,16 @@ def _rows(polynomials: Polynomials, rows: Sequence[int]) -> Polynomials:
 def _change(recording: Recording, layers_on_card: int) -> _Change:
     gone = [weight for weight in streamed_weights(recording) if 0 <= weight.layer < layers_on_card]
     adopted = _resident(recording, gone)
-    dropped = {weight.block for weight in gone} | {w.staged for w in gone if w.staged is not None}
-    loaded = _end_of_loading(recording)
-    events, layers = recording.events[:loaded], recording.layers[:loaded]
-    for weight in adopted:
-        events.append(weight.block)
-        layers.append(weight.layer)
-    place = list(range(loaded + 1))  # of each old event and of the end, in the new list
-    place[loaded] = len(events)
-    for event, layer in zip(recording.events[loaded:], recording.layers[loaded:], strict=True):
-        if abs(event) not in dropped:
-            events.append(event)
-            layers.append(layer)
-        place.append(len(events))
+    events, layers, place = _moved_events(recording, gone, adopted)
     left_out = {index for weight in gone for index in weight.ops}
     ops = [index for index in range(len(recording.ops)) if index not in left_out]
     number = {block: index + 1 for index, block in enumerate(event for event in events if event > 0)}
     gates = [index for index, (block, _, _) in enumerate(recording.gates) if block in number]
-    adopted_bytes = sum(recording.sizes[weight.block] for weight in adopted)
+    reserves = recording.sizes[_RESERVED] > 0  # not on a CPU
+    adopted_bytes = reserves * sum(recording.sizes[weight.block] for weight in adopted)
     blocks = [0, *number]
     sizes = [recording.sizes[block] for block in blocks]
-    if adopted:
-        sizes[_RESERVED] += adopted_bytes
+    sizes[_RESERVED] += adopted_bytes
     changed = Recording(
         sizes=sizes,
         categories=[recording.categories[block] for block in blocks],
@@ -177,6 +167,24 @@ def _change(recording: Recording, layers_on_card: int) -> _Change:
         ops=[replace(recording.ops[i], position=place[recording.ops[i].position]) for i in ops],
     )
     return _Change(changed, blocks, ops, gates, adopted_bytes)
+
+
+def _moved_events(
+    recording: Recording, gone: Sequence[_Streamed], adopted: Sequence[_Streamed]
+) -> tuple[list[int], list[int], list[int]]:
+    """Events and their layers without those of ``gone``, with ``adopted`` at the end of loading; and the new index of
+    each old event, and of their end."""
+    dropped = {weight.block for weight in gone} | {w.staged for w in gone if w.staged is not None}
+    loaded = _end_of_loading(recording)
+    events = recording.events[:loaded] + [weight.block for weight in adopted]
+    layers = recording.layers[:loaded] + [weight.layer for weight in adopted]
+    place = [*range(loaded), len(events)]
+    for event, layer in zip(recording.events[loaded:], recording.layers[loaded:], strict=True):
+        if abs(event) not in dropped:
+            events.append(event)
+            layers.append(layer)
+        place.append(len(events))
+    return events, layers, place
 
 
 def _resident(recording: Recording, weights: Sequence[_Streamed]) -> list[_Streamed]:
@@ -273,6 +281,12 @@ def host_need(config: InferenceConfig, recording: Recording, stored: str) -> Hos
         disk_bytes=0,
         folder_bytes=0,
     )
+
+
+def weight_bytes(recording: Recording) -> list[int]:
+    """Bytes of every weight: those that are loaded, buffers among them, then those that come and go."""
+    loaded = [event for event in recording.events[: _end_of_loading(recording)] if event > _RESERVED]
+    return [recording.sizes[block] for block in (*loaded, *(weight.block for weight in _first_turns(recording)))]
 
 
 def layer_bytes(recording: Recording) -> dict[int, int]:

@@ -9,25 +9,38 @@ from planner.allocator_settings import parse_allocator, reason_for
 from planner.budget import Memory
 from planner.cache import library_versions
 from planner.config import InferenceConfig
+from planner.errors import InputError, Problem
 from planner.inference import report
+from planner.inference.proving import Prover
 from planner.inference.question import InferenceQuestion
-from planner.inference.search import InferenceTrial, InferenceResult, search_ladder
-from planner.inference.space import InferenceSpace
+from planner.inference.search import InferenceResult, InferenceTrial, search_ladder
+from planner.inference.space import InferenceSpace, conflict
 from planner.inference.unfitting import nothing_fits
 from planner.plans import Plan, Reason
 from planner.progress import Progress
+from planner.timing import InferenceTime
 
 
 def plan_inference(question: InferenceQuestion, progress: Progress) -> Plan[InferenceConfig]:
     """The fastest way to run the model in the memory of the card. Raises NothingFitsError and RecordingError."""
     request = question.request
-    limits = {"trials": request.trials, "timeout_s": request.timeout, "seed": request.seed}
-    space, result = search_ladder(question, progress.phase, **limits)
+    prove = None if question.device is None else Prover(question, progress)
+    limits = {} if prove else {"trials": request.trials, "timeout_s": request.timeout}
+    space, result = search_ladder(question, progress.phase, prove, seed=request.seed, **limits)
     best = result.best
     if best is None:
         raise nothing_fits(question, space, result)
     progress.phase("writing the plan up")
     return _plan_of(best, question, space, result)
+
+
+def estimate_inference(question: InferenceQuestion) -> tuple[InferenceConfig, Memory, InferenceTime]:
+    """The one configuration that a request leaves, with memory of the whole run and time. Raises InputError."""
+    simulator, space = question.simulator, next(iter(question.spaces()))
+    config = simulator.placed(space.configuration({name: options[0] for name, options in space.values.items()}))
+    if clash := conflict(config):
+        raise InputError([Problem(argument="quantization", message=f"got {config.quantization!r}: {clash}")])
+    return config, simulator.whole_run(config), simulator.time(config)
 
 
 def _plan_of(
@@ -38,7 +51,7 @@ def _plan_of(
     return Plan(
         request=question.request,
         hardware=question.card.as_dict(),
-        workload=_describe(question),
+        workload=_describe(question, best),
         config=best.config,
         peak=best.run,
         time=best.best_time,
@@ -53,6 +66,7 @@ def _plan_of(
         versions=library_versions(),
         trial_rows=report.trial_rows(result),
         memory_rows=report.memory_rows(best.config, simulator),
+        search={} if question.device is None else result.as_dict(),
     )
 
 
@@ -71,8 +85,14 @@ def _outside(question: InferenceQuestion, config: InferenceConfig, memory: Memor
     yield Reason(field="long_texts", value=question.long_texts, reason=said)
 
 
-def _describe(question: InferenceQuestion) -> dict[str, Any]:
+def _describe(question: InferenceQuestion, best: InferenceTrial) -> dict[str, Any]:
     workload, facts = question.simulator.workload, question.simulator.facts
+    data = None
+    if question.data is not None:
+        from planner.inference.data import describe_data
+
+        assert isinstance(best.best_time, InferenceTime)
+        data = describe_data(question.data, best.config, best.best_time)
     return {
         "model": workload.spec.model_id,
         "task": workload.task,
@@ -87,5 +107,5 @@ def _describe(question: InferenceQuestion) -> dict[str, Any]:
         "overlap": question.request.overlap,
         "layers": facts.layers,
         "layers_name": facts.layers_name,
-        "data": None,
+        "data": data,
     }

@@ -25,6 +25,7 @@ from planner.recording.stand_ins import (
     Nf4Linear,
     dequantized,
     features,
+    int8_matmul,
     mixed_product,
 )
 from planner.units import round_up
@@ -184,6 +185,14 @@ class Nf4Inference(Nf4Linear):
     absmax: Tensor
     offset: Tensor
 
+    def __init__(self, linear: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__(linear, compute_dtype)
+        elements, weight = linear.weight.numel(), linear.weight
+        # backends/default/ops.py, quantize_4bit: an fp32 copy, scales, scaled, codes of 4 bytes, of one, their halves
+        copied = () if weight.dtype == torch.float32 else (4 * elements,)
+        made = (elements // 16, 4 * elements, 4 * elements, elements, elements // 2)
+        self.loaded_from_on_cpu = (weight.nbytes, *copied, *made)
+
     def forward(self, input: Tensor) -> Tensor:
         """In the compute type, back to the input's."""
         if isinstance(input, FakeTensor):
@@ -225,19 +234,27 @@ def _gemm_4bit_flops(x: Any, packed: Any, scales: Any, outputs: int, *_: Any, **
 class Int8Inference(Int8Linear):
     """``bitsandbytes.nn.Linear8bitLt`` (0.50) without gradients: MatMul8bitLt on every device, in ``eval()``.
 
-    The layer keeps the index of the columns with outliers until the next pass (MatmulLtState.idx).
+    The layer keeps the index of the columns with outliers until the next pass (MatmulLtState.idx): some dozen bytes,
+    left out here, so that a pass leaves nothing and all are alike.
     """
 
     scales: Tensor
     outlier_columns = OUTLIER_COLUMNS
     """Columns of the input with outliers: only data tell."""
 
+    def __init__(self, linear: Any) -> None:
+        super().__init__(linear)
+        elements, weight = linear.weight.numel(), linear.weight
+        # backends/default/ops.py, int8_vectorwise_quant: an fp16 copy, an fp32 one, its product with the scales
+        copied = () if weight.dtype == torch.float16 else (2 * elements,)
+        self.loaded_from_on_cpu = (weight.nbytes, *copied, 4 * elements, 4 * elements)
+
     def forward(self, input: Tensor) -> Tensor:
         """In the input's type."""
         shape = input.shape
         x = input.reshape(-1, shape[-1]) if input.dim() == 3 else input
         product = self._on_cpu if isinstance(input, FakeTensor) else mixed_product
-        out, _, self.idx = product(x, self.weight, self.scales, self.bias)
+        out, _, _ = product(x, self.weight, self.scales, self.bias)
         return out.reshape(*shape[:-1], -1) if len(shape) == 3 else out
 
     def _on_cpu(
@@ -270,7 +287,7 @@ def _scaled_product_on_cpu(
 ) -> Tensor:
     """int8_linear_matmul, of whole numbers with AVX512 and of fp32 copies without, and int8_mm_dequant."""
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        product = torch._int_mm(codes, weight.t())
+        product: Tensor = int8_matmul(codes, weight)
     else:
         product = torch.matmul(codes.float(), weight.float().t()).to(torch.int32)
     out = product.float() * (row_scales.unsqueeze(-1) * scales.unsqueeze(0)) * (1 / 127**2)
@@ -293,7 +310,8 @@ class WeightOnlyInt8(nn.Linear):
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = features(linear)
-        self.loaded_from = (int(linear.weight.nbytes),)
+        elements = linear.weight.numel()
+        self.loaded_from = (int(linear.weight.nbytes), 4 * elements, 4 * elements)  # quantize_affine: fp32 copies
         codes = torch.empty_like(linear.weight, dtype=torch.int8)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.bias: Any = linear.bias

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from planner.contradictions import contradictions
 from planner.errors import InputError, Problem
@@ -12,13 +13,18 @@ from planner.inference.levers import InferenceContext
 from planner.inference.simulation import InferenceSimulator
 from planner.inference.space import InferenceSpace, spaces
 from planner.inference.workload import DEFAULT_MAX_NEW_TOKENS, InferenceWorkload
-from planner.lengths import given_lengths, read_counts
+from planner.lengths import read_counts
 from planner.measure.protocol import DeviceFacts
+from planner.measurements import device_key
 from planner.models import ModelSpec, default_seq_len, resolve_model
 from planner.plans import Reason
-from planner.question import card_and_ceiling, on_card, or_problems, position_problems
+from planner.question import card_and_ceiling, lengths_of, on_card, or_problems, position_problems, read_data
 from planner.request import PlanRequest
-from planner.tasks import INFERENCE_TASKS, TASK_FACTS, LongTexts
+from planner.tasks import INFERENCE_TASKS, TASK_FACTS, LongTexts, facts_for
+
+if TYPE_CHECKING:
+    from planner.data.deciding import Decided
+    from planner.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,17 @@ class InferenceQuestion:
     """Why the card, the ceiling, the task and the lengths are what they are."""
     device: DeviceFacts | None = None
     """Where the plan is to run; None: the card is not here."""
+    data: Decided | None = None
+    """The user's data and what becomes of it; None: it was not named."""
     long_texts: LongTexts = "truncate"
     """What becomes of texts longer than ``seq_len``."""
+
+    @property
+    def store_key(self) -> dict[str, Any]:
+        """What has to be the same for kept measurements to be used; training's are others."""
+        assert self.device is not None
+        settings = {} if self.device.device == "cpu" else {"allocator": self.request.allocator}
+        return device_key(self.device) | settings | {"mode": "infer"}
 
     @property
     def context(self) -> InferenceContext:
@@ -64,6 +79,8 @@ class InferenceQuestion:
             micro_batch_size=batch_size,
             sliding_window=bool(getattr(config.get_text_config(decoder=True), "sliding_window", None)),
             encoder_decoder=bool(config.is_encoder_decoder),
+            stacks=len(facts.stacks),
+            plain_linears=facts.plain_linears,
         )
 
     def spaces(self) -> Iterator[InferenceSpace]:
@@ -76,8 +93,13 @@ class InferenceQuestion:
         return spaces(self.request, self.context, **fixed)
 
 
-def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> InferenceQuestion:
-    """Find model and card; on a device the card is what it is. Raises InputError with all problems at once."""
+def look_up(
+    request: PlanRequest, device: DeviceFacts | None = None, progress: Progress | None = None
+) -> InferenceQuestion:
+    """Find model and card, and read the data; on a device the card is what it is.
+
+    Raises InputError with all problems at once.
+    """
     problems: list[Problem] = []
     spec = or_problems(
         problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
@@ -86,13 +108,17 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Inferenc
     counts = or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
     if spec is not None:
         problems += _task_problems(request, spec)
+    data = None
+    if spec is not None and request.data is not None and not problems:
+        data = or_problems(problems, lambda: read_data(request, spec, progress))
     if problems or spec is None or found is None:
         raise InputError(problems)
     card, ceiling, reasons = found
     task = request.task or spec.default_task
-    seq_len, max_new_tokens, more = _shape(request, spec, task)
-    long_texts = request.long_texts or TASK_FACTS[task].long_texts[0]
-    lengths = None if counts is None else given_lengths(counts, seq_len=seq_len, long_texts=long_texts)
+    seq_len, max_new_tokens, more = _shape(request, spec, task, data)
+    usual = facts_for(task, "infer").long_texts[0]
+    long_texts = data.long_texts if data is not None else request.long_texts or usual
+    lengths = lengths_of(counts, data, long_texts, seq_len)
     workload = InferenceWorkload(spec=spec, task=task, num_labels=request.num_labels, max_new_tokens=max_new_tokens)
     return InferenceQuestion(
         request=request,
@@ -101,6 +127,7 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None) -> Inferenc
         simulator=InferenceSimulator(workload, card, seq_len=seq_len, **on_card(request, device, ceiling, lengths)),
         reasons=[*reasons, *more],
         device=device,
+        data=data,
         long_texts=long_texts,
     )
 
@@ -118,7 +145,7 @@ def _task_problems(request: PlanRequest, spec: ModelSpec) -> Iterator[Problem]:
     yield from position_problems(request, spec, new)
 
 
-def _shape(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[int, int, list[Reason]]:
+def _shape(request: PlanRequest, spec: ModelSpec, task: str, data: Decided | None) -> tuple[int, int, list[Reason]]:
     """Longest text and tokens written, in tokens, and why."""
     said = "as asked for"
     reasons = [Reason(field="task", value=task, reason=said if request.task else "what the model is used for")]
@@ -128,6 +155,10 @@ def _shape(request: PlanRequest, spec: ModelSpec, task: str) -> tuple[int, int, 
         why = said if request.max_new_tokens else "a paragraph or two; --max-new-tokens changes it"
         reasons.append(Reason(field="max_new_tokens", value=new, reason=why))
     seq_len, why = (request.seq_len, said) if request.seq_len else default_seq_len(spec, task)
+    if data is not None:
+        seq_len, why = data.seq_len, data.seq_len_reason
+        columns = ", ".join(data.survey.columns.names)
+        reasons.append(Reason(field="columns", value=columns, reason="--text-column changes them"))
     if task == "causal-lm" and spec.max_seq_len is not None and seq_len + new > spec.max_seq_len:
         seq_len, why = max(1, spec.max_seq_len - new), f"{spec.max_seq_len} positions, less what is written"
     reasons.append(Reason(field="seq_len", value=seq_len, reason=why))

@@ -23,7 +23,7 @@ _RUNG_REASONS = {
     "offloaded": "nothing fits with all weights on the card; ",
     "quantized": "nothing fits with weights as they are, on the card or in host memory; ",
 }
-_SHOWN_QUANTIZED = {"cuda": ("int8", "nf4", "int8-weight-only"), "cpu": ("int8-dynamic",)}
+_SHOWN_QUANTIZED = {"cuda": ("int8", "nf4"), "cpu": ("int8-dynamic",)}
 
 
 def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: InferenceSpace) -> Iterator[Reason]:
@@ -143,10 +143,13 @@ def memory_rows(config: InferenceConfig, simulator: InferenceSimulator) -> list[
     limit = (simulator.workload.spec.max_seq_len or max(LENGTHS)) - config.max_new_tokens
     lengths = sorted({n for n in LENGTHS if n <= min(limit, 2 * config.seq_len)} | {config.seq_len})
     size = config.micro_batch_size
+    sizes = sorted({max(2, size // 2), size, 2 * size})
+    if config.max_new_tokens:  # every token is replayed
+        lengths = [n for n in lengths if n >= config.seq_len // 4]
     structure = {name: getattr(config, name) for name in STRUCTURE}
     rows = []
     for seq_len in lengths:
-        for micro_batch_size in sorted({1, max(1, size // 2), size, 2 * size}):
+        for micro_batch_size in sizes:
             memory = simulator.memory(
                 config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
             )
@@ -166,6 +169,12 @@ def bounds_of(config: InferenceConfig, simulator: InferenceSimulator) -> Iterato
 
 def host_reason(config: InferenceConfig, simulator: InferenceSimulator) -> Iterator[Reason]:
     """Host memory that offloaded weights take."""
-    if host_bytes := simulator.host_bytes(config):
-        reason = f"weights that wait in host memory: {format_bytes(host_bytes)}; the process comes on top"
-        yield Reason(field="host_bytes", value=host_bytes, reason=reason)
+    need = simulator.host_need(config)
+    if need is None:
+        return
+    pages = f", {format_bytes(need.mapped_bytes)} of it pages of the checkpoint's files" if need.mapped_bytes else ""
+    reason = f"weights that wait in host memory{pages}; while they are loaded {format_bytes(need.loading_bytes)}; the "
+    yield Reason(field="host_bytes", value=need.waiting_bytes, reason=f"{reason}process comes on top")
+    if need.disk_bytes:
+        reason = f"read from disk for every batch; the offload folder takes at most {format_bytes(need.folder_bytes)}"
+        yield Reason(field="disk_bytes", value=need.disk_bytes, reason=reason)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from planner.budget import PARTS, Memory
 from planner.config import InferenceConfig
 from planner.hardware import Card
-from planner.inference.recordings import NO_UPDATE, InferenceRecordings
-from planner.inference.timing import batch_shapes, pass_seconds, seconds_over
+from planner.inference.offload import HostNeed, host_need, layer_bytes, stored_precision
+from planner.inference.recordings import NO_UPDATE, InferenceRecordings, all_streamed
+from planner.inference.run_model import GenerationModel
+from planner.inference.times import Times
+from planner.inference.timing import batch_shapes
 from planner.inference.workload import InferenceWorkload
 from planner.inspection import ModelFacts
 from planner.lengths import Lengths, assumed_lengths
 from planner.memory.epoch import replay_epoch
-from planner.memory.model import MemoryModel, largest
+from planner.memory.model import MemoryModel, Peak, largest
 from planner.memory.polynomials import Shape
 from planner.simulation import OnCard, cublas_workspace_bytes
 from planner.timing import InferenceTime
@@ -39,6 +42,7 @@ class InferenceSimulator(OnCard):
         self.workload = workload
         self.recordings = InferenceRecordings(workload, card, checked_seq_len=seq_len)
         self._models: dict[str, MemoryModel] = {}
+        self._generations: dict[str, GenerationModel] = {}
         self._seq_len = seq_len
 
     @property
@@ -46,10 +50,27 @@ class InferenceSimulator(OnCard):
         """What the model is."""
         return self.recordings.facts
 
+    @property
+    def context_is_read_apart(self) -> bool:
+        """Whether one stack reads the prompt and another one writes."""
+        return bool(self.workload.hf_config().is_encoder_decoder)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the task writes text."""
+        return self.workload.facts.generates
+
     @cached_property
     def texts(self) -> Lengths:
         """Lengths of the texts that speeds are told for."""
         return self.lengths or assumed_lengths(self._seq_len)
+
+    @property
+    def window(self) -> Sequence[int]:
+        """Lengths of the texts that are sorted together."""
+        return self.texts.tokens[:WINDOW_TEXTS]
+
+    # -- models ------------------------------------------------------------------------------------------------------
 
     def model(self, config: InferenceConfig) -> MemoryModel:
         """The memory of batches of texts."""
@@ -64,6 +85,27 @@ class InferenceSimulator(OnCard):
             )
         return self._models[key]
 
+    def generation(self, config: InferenceConfig) -> GenerationModel:
+        """The memory and work of batches of requests."""
+        key = repr(self.recordings.structure(config))
+        if key not in self._generations:
+            workspace = cublas_workspace_bytes(self.card.compute_capability)
+            self._generations[key] = self.recordings.generation(
+                config, cublas_workspace_bytes=workspace, settings=self.allocator
+            )
+        return self._generations[key]
+
+    def _peak(self, config: InferenceConfig, shape: Shape) -> Peak:
+        if self.generates:
+            return self.generation(config).peak(shape, config.max_new_tokens)
+        return self.model(config).peak(shape, accumulate=False)
+
+    def _allocated_bytes(self, config: InferenceConfig, shape: Shape) -> int:
+        """A lower bound of what is reserved, much cheaper than the peak."""
+        if self.generates:
+            return self.generation(config).allocated_bytes(shape, config.max_new_tokens)
+        return self.model(config).allocated_bytes(shape, accumulate=False)
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def memory(self, config: InferenceConfig) -> Memory:
@@ -71,28 +113,28 @@ class InferenceSimulator(OnCard):
         return self._memory(config, (config.micro_batch_size, config.seq_len))
 
     def _memory(self, config: InferenceConfig, shape: Shape) -> Memory:
-        peak = self.model(config).peak(shape, accumulate=False)
+        peak = self._peak(config, shape)
         parts = dict(peak.breakdown)
         parts["activations"] += parts.pop("inputs")
+        cache = {"kv_cache": parts["kv_cache"]} if "kv_cache" in parts else {}
         return self.budget.memory(
             config,
             allocated_bytes=peak.allocated_bytes,
             reserved_bytes=peak.reserved_bytes,
-            breakdown={name: parts[name] for name in PARTS},
+            breakdown={name: parts[name] for name in PARTS} | cache,
         )
 
     def memory_of_budget(self, config: InferenceConfig) -> Memory:
         """The peak over every shape that the token budget lets through: short texts go in larger batches."""
-        own, model = self.memory(config), self.model(config)
+        own = self.memory(config)
         for shape in budget_shapes(config):
-            if model.allocated_bytes(shape, accumulate=False) > own.peak_allocated_bytes:
+            if self._allocated_bytes(config, shape) > own.peak_allocated_bytes:
                 own = max(own, self._memory(config, shape), key=lambda memory: memory.total_bytes)
         return own
 
     def at_least(self, config: InferenceConfig) -> Memory | None:
         """The peak without the allocator's rounding and fragmentation, when that alone is over the ceiling."""
-        shape = (config.micro_batch_size, config.seq_len)
-        least = self.model(config).allocated_bytes(shape, accumulate=False)
+        least = self._allocated_bytes(config, (config.micro_batch_size, config.seq_len))
         if least <= self.budget.allocator_bytes(config):
             return None
         return self.budget.memory(config, allocated_bytes=least, reserved_bytes=least, breakdown={})
@@ -100,25 +142,18 @@ class InferenceSimulator(OnCard):
     def whole_run(self, config: InferenceConfig) -> Memory:
         """The peak of loading, of the largest batch, and of a run over batches of different lengths."""
         own = self.memory_of_budget(config)
-        model, shape = self.model(config), (config.micro_batch_size, config.seq_len)
-        loaded = sum(own.breakdown[name] for name in ("parameters",))
-        phases = {
-            "load": {"peak_allocated_bytes": loaded, "peak_reserved_bytes": loaded},
-            "batch": {
-                "peak_allocated_bytes": own.peak_allocated_bytes,
-                "peak_reserved_bytes": own.peak_reserved_bytes,
-            },
-        }
-        reserved, allocated = own.peak_reserved_bytes, own.peak_allocated_bytes
-        if model.is_polynomial(shape):
-            varied = replay_epoch(model, ([shape] for shape in batch_shapes(self.texts.tokens[:WINDOW_TEXTS], config)))
-            phases["epoch"] = {
-                "peak_allocated_bytes": varied.allocated_bytes,
-                "peak_reserved_bytes": varied.reserved_bytes,
-            }
-            reserved, allocated = max(reserved, varied.reserved_bytes), max(allocated, varied.allocated_bytes)
+        loaded = own.breakdown["parameters"]
+        phases = {"load": _phase(loaded, loaded), "batch": _phase(own.peak_allocated_bytes, own.peak_reserved_bytes)}
+        shape = (config.micro_batch_size, config.seq_len)
+        if not self.generates and self.model(config).is_polynomial(shape):
+            varied = replay_epoch(self.model(config), ([shape] for shape in batch_shapes(self.window, config)))
+            phases["epoch"] = _phase(varied.allocated_bytes, varied.reserved_bytes)
         return self.budget.memory(
-            config, allocated_bytes=allocated, reserved_bytes=reserved, breakdown=own.breakdown, phases=phases
+            config,
+            allocated_bytes=max(phase["peak_allocated_bytes"] for phase in phases.values()),
+            reserved_bytes=max(phase["peak_reserved_bytes"] for phase in phases.values()),
+            breakdown=own.breakdown,
+            phases=phases,
         )
 
     # -- what fits ---------------------------------------------------------------------------------------------------
@@ -126,37 +161,49 @@ class InferenceSimulator(OnCard):
     def placed(self, config: InferenceConfig) -> InferenceConfig:
         """Where weights are offloaded and nothing says how many layers stay: as many of the first ones as fit.
 
-        A layer more on the card never needs less there. None of them where not even that fits.
+        A layer more on the card adds its weights to the need; none of them stays where not even that fits.
         """
         if config.offload == "none" or config.layers_on_card is not None:
             return config
+        streamed = all_streamed(config)
+        shape = (config.micro_batch_size, config.seq_len)
+        room = self.budget.allocator_bytes(config) - self._allocated_bytes(streamed, shape)
+        sizes = layer_bytes(self.recordings.weights(config))
+        count = 0
+        while count < len(sizes) - 1 and sizes[count] <= room:
+            room -= sizes[count]
+            count += 1
+        while count and not self._fits(config.model_copy(update={"layers_on_card": count})):
+            count -= 1
+        return config.model_copy(update={"layers_on_card": count})
 
-        def with_layers(count: int) -> InferenceConfig:
-            return config.model_copy(update={"layers_on_card": count})
-
-        low, high = 0, self.facts.layers
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.at_least(with_layers(middle)) is None and self.memory_of_budget(with_layers(middle)).fits
-            low, high = (middle, high) if fits else (low, middle)
-        return with_layers(low)
+    def _fits(self, config: InferenceConfig) -> bool:
+        return self.at_least(config) is None and self.memory_of_budget(config).fits
 
     def longest_text(self, config: InferenceConfig) -> int:
         """The longest text (or prompt) that fits in the configuration's batch, in tokens; 0 when none does."""
         limit = (self.workload.spec.max_seq_len or LONGEST_LOOKED_AT) - config.max_new_tokens
-        return largest(lambda n: self._fits(config, config.micro_batch_size, n), limit)
+        return largest(lambda n: self._holds(config, config.micro_batch_size, n), limit)
 
     def largest_batch(self, config: InferenceConfig) -> int:
         """The most sequences of the configuration's length that fit; 0 when not even one does."""
-        return largest(lambda n: self._fits(config, n, config.seq_len), LARGEST_LOOKED_AT)
+        return largest(lambda n: self._holds(config, n, config.seq_len), LARGEST_LOOKED_AT)
 
-    def _fits(self, config: InferenceConfig, micro_batch_size: int, seq_len: int) -> bool:
+    def _holds(self, config: InferenceConfig, micro_batch_size: int, seq_len: int) -> bool:
         changed = config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
         return self.at_least(changed) is None and self.memory(changed).fits
 
+    def host_need(self, config: InferenceConfig) -> HostNeed | None:
+        """What offloaded weights take elsewhere; None where all stay on the card."""
+        if config.offload == "none":
+            return None
+        stored = stored_precision(self.workload.spec.config)
+        return host_need(self.placed(config), self.recordings.weights(config), stored)
+
     def host_bytes(self, config: InferenceConfig) -> int:
         """Host memory that offloaded weights take; the process itself comes on top."""
-        return 0
+        need = self.host_need(config)
+        return 0 if need is None else max(need.waiting_bytes, need.loading_bytes)
 
     def host_shortage_bytes(self, config: InferenceConfig) -> int:
         """Host memory that is needed beyond what there is; at most zero when there is enough."""
@@ -166,20 +213,15 @@ class InferenceSimulator(OnCard):
 
     def time(self, config: InferenceConfig) -> InferenceTime:
         """A batch of the longest texts, and the speed over texts of the planned lengths."""
-        lengths = self.texts.tokens[:WINDOW_TEXTS]
-        total_s = seconds_over(lengths, config, lambda shape: self._seconds(config, shape))
-        batch_ms = self._seconds(config, (config.micro_batch_size, config.seq_len)) * 1e3
-        return InferenceTime(
-            step_ms=batch_ms,
-            micro_batch_ms=batch_ms,
-            update_ms=0.0,
-            tokens_per_s=sum(min(n, config.seq_len) for n in lengths) / total_s,
-            sequences_per_s=len(lengths) / total_s,
-        )
+        return Times(self, config).all()
 
-    def _seconds(self, config: InferenceConfig, shape: Shape) -> float:
-        step = self.model(config).step(shape)
-        return pass_seconds(step.template.ops, step.ops_at(shape), config, self.card)
+    def batch_seconds(self, config: InferenceConfig, shape: Shape) -> float:
+        """A batch of a shape, from its arrival to its answers."""
+        return Times(self, config).batch_seconds(shape)
+
+
+def _phase(allocated_bytes: int, reserved_bytes: int) -> dict[str, int]:
+    return {"peak_allocated_bytes": allocated_bytes, "peak_reserved_bytes": reserved_bytes}
 
 
 def budget_shapes(config: InferenceConfig) -> Iterator[Shape]:

@@ -14,6 +14,7 @@ from torch import nn
 from planner.config import InferenceConfig
 from planner.inference.offload import reserved, stored_precision, with_layers_on_card
 from planner.inference.passes import build_model, run_batch, weight_dtype
+from planner.inference.quantized import CONVERTED_ON_LOAD
 from planner.inference.workload import InferenceWorkload
 from planner.levers.checkpointing import checkpointing_layers
 from planner.memory.polynomials import Shape
@@ -68,9 +69,9 @@ class InferenceSource:
         """Load, and whatever ``run`` does with batches of a shape."""
         recording = repeat_layers(self._record(shape, run), self.stacks)
         if self.config.offload != "none":
-            recording = reserved(recording)
+            recording = reserved(recording) if self.target.kind == "cuda" else recording
             return with_layers_on_card(recording, self._layers_on_card) if self.stacks else recording
-        return warmed_up(recording) if self.config.quantization in ("int8", "nf4") else recording
+        return warmed_up(recording) if self.config.quantization in CONVERTED_ON_LOAD else recording
 
     @property
     def _layers_on_card(self) -> int:
@@ -102,7 +103,7 @@ class InferenceSource:
             stack.enter_context(recorder)
             recorder.phase("load", category=PARAMETERS)
             on_card = device_tensors(self.model, layers)
-            if self.config.quantization in ("int8", "nf4"):
+            if self.config.quantization in CONVERTED_ON_LOAD:
                 load_quantized(recorder, self.model, on_card)
             elif self.config.offload != "none":
                 load_resident(recorder, self.model, layers, here, on_card)

@@ -8,6 +8,7 @@ from itertools import product
 
 from planner.config import InferenceConfig
 from planner.errors import InputError, Problem
+from planner.inference import offload
 from planner.inference.levers import LEVERS, InferenceContext
 from planner.levers import attention
 from planner.request import PlanRequest
@@ -57,7 +58,9 @@ class InferenceSpace:
 
     def least(self) -> Iterator[dict[str, str]]:
         """The values of every configuration of the smallest batch."""
-        smallest = [min(self.values["micro_batch_size"], key=int)]
+        smallest = sorted(self.values["micro_batch_size"], key=int)[
+            1::-1
+        ]  # two sequences before one: one is a kind apart
         for combination in product(*({**self.values, "micro_batch_size": smallest}).values()):
             yield dict(zip(self.values, combination, strict=True))
 
@@ -83,13 +86,13 @@ def conflict(config: InferenceConfig) -> str | None:
     """Why a configuration's values don't go together, or None."""
     if config.prefill_chunk_tokens and config.kv_cache in ("quantized", "offloaded"):
         return f"prompts are read in one pass into a cache that is {config.kv_cache}"
+    if config.quantization == "int8-dynamic" and config.precision != "fp32":
+        return f"int8-dynamic takes and gives fp32, not {config.precision}"
     if config.prefix_tokens and config.kv_cache != "dynamic":
         return f"shared beginnings are kept in a dynamic cache, not in a {config.kv_cache} one"
-    if config.offload != "none" and config.quantization != "none":
-        return "this version streams whole weights alone: quantized ones stay on the card"
     if config.offload != "none" and config.kv_cache == "offloaded":
         return "weights and cache would wait for the same link"
-    return attention.conflict(config.attention, config.precision)
+    return offload.conflict(config) or attention.conflict(config.attention, config.precision)
 
 
 def make_space(request: PlanRequest, context: InferenceContext, rung: str, **fixed: int | None) -> InferenceSpace:

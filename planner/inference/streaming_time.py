@@ -23,9 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.achievable import Achievable, reached_on
+from planner.config import InferenceConfig
 from planner.hardware import Card, HostRates
 from planner.host_memory import TO_CARD
+from planner.inference.offload import weight_bytes
+from planner.inference.timing import without_gradients
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
+from planner.memory.model import StepModel
+from planner.memory.polynomials import Shape
 from planner.recording.record import Op, Recording
 from planner.timing import Operators
 
@@ -88,7 +93,7 @@ def streaming_time(
     ``offload``: parameters or disk, where the weights come from; ``driver_calls`` as of ``emptied``;
     ``tensors_in_file``: of the checkpoint, if that is one file.
     """
-    reached, host = reached or reached_on(card), host or HostRates()
+    reached, host = without_gradients(reached or reached_on(card)), host or HostRates()
     operators = Operators.of(ops)
     comes = np.array([op.name == TO_CARD for op in ops], dtype=np.bool_)
     nbytes = np.where(comes, moved_bytes, 0).astype(np.float64)
@@ -99,19 +104,33 @@ def streaming_time(
     disk = offload == "disk"
     hook_s = (HOOK_US + disk * HEADER_US * tensors_in_file) * 1e-6
     launches = np.where(comes, hook_s, operators.launch_seconds(reached))
-    link = nbytes / (card.pcie_bytes_per_s * reached.pcie_fraction)
-    staging = nbytes / host.copy_bytes_per_s
-    copies = np.maximum(link, staging)
-    if disk:
-        copies = np.maximum(copies, nbytes / host.mapped_file_bytes_per_s)
-    slowest = link + staging + (nbytes / host.slow_disk_bytes_per_s if disk else 0.0)
+    at_best, usually, at_worst = _copy_seconds(nbytes, card, reached, host, disk=disk)
     return StreamingTime(
-        lower_s=float(best.sum() + nbytes.sum() / card.pcie_bytes_per_s),
-        expected_s=float(_between_copies(usual, launches, comes) + copies.sum()) + driver_calls * DRIVER_CALL_US * 1e-6,
-        upper_s=float((usual + launches + slowest).sum()) + driver_calls * SLOW_DRIVER_CALL_US * 1e-6,
+        lower_s=float((best + at_best).sum()),
+        expected_s=float(_between_copies(usual, launches, comes) + usually.sum())
+        + driver_calls * DRIVER_CALL_US * 1e-6,
+        upper_s=float((usual + launches + at_worst).sum()) + driver_calls * SLOW_DRIVER_CALL_US * 1e-6,
         copied_bytes=int(nbytes.sum()),
         copies=int(comes.sum()),
     )
+
+
+def _copy_seconds(
+    nbytes: Seconds, card: Card, reached: Achievable, host: HostRates, *, disk: bool
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Of each weight, at best, usually and at worst. [operators]
+
+    On a CPU nothing is copied: kernels read the file's pages, which may be in memory already.
+    """
+    slow_disk = nbytes / host.slow_disk_bytes_per_s * disk
+    if card.kind == "cpu":
+        return 0 * nbytes, nbytes / host.touched_file_bytes_per_s, slow_disk
+    link = nbytes / (card.pcie_bytes_per_s * reached.pcie_fraction)
+    staging = nbytes / host.copy_bytes_per_s
+    usually = np.maximum(link, staging)
+    if disk:
+        usually = np.maximum(usually, nbytes / host.mapped_file_bytes_per_s)
+    return nbytes / card.pcie_bytes_per_s, usually, link + staging + slow_disk
 
 
 def _at_peak(reached: Achievable) -> Achievable:
@@ -140,6 +159,32 @@ def _between_copies(kernels: Seconds, launches: Seconds, comes: NDArray[np.bool_
     before = np.concatenate([[0.0], np.cumsum(launches) - np.cumsum(kernels)])[starts]
     waiting = np.maximum.reduceat(ahead, starts) - before
     return float(kernels.sum() + np.maximum(waiting, 0.0).sum())
+
+
+def streamed_pass(
+    step: StepModel,
+    shape: Shape,
+    config: InferenceConfig,
+    card: Card,
+    *,
+    host: HostRates | None = None,
+    driver_calls: int | None = None,
+) -> StreamingTime:
+    """A pass at a shape of a configuration whose layers come and go. ``driver_calls``: known from elsewhere."""
+    template = step.template
+    if driver_calls is None:
+        sized = replace(template, sizes=step.sizes_at(shape).tolist())
+        driver_calls = emptied(sized).driver_calls if card.kind == "cuda" else 0
+    return streaming_time(
+        template.ops,
+        *step.ops_at(shape),
+        card,
+        tf32=config.precision == "tf32" and "tf32" in card.dense_flops_per_s,
+        offload=config.offload,
+        host=host,
+        driver_calls=driver_calls,
+        tensors_in_file=len(weight_bytes(template)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

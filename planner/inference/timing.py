@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean, median
 
 import numpy as np
 
@@ -11,11 +13,12 @@ from planner.achievable import Achievable, reached_on
 from planner.config import InferenceConfig
 from planner.hardware import Card
 from planner.levers.precision import width_multiple
+from planner.measure.protocol import Measurement
 from planner.memory.model import Int64s
 from planner.memory.polynomials import Shape
 from planner.parts import batching, serving
 from planner.recording.record import Op
-from planner.timing import Operators, Pass
+from planner.timing import InferenceTime, Operators, Pass
 
 
 def pass_seconds(
@@ -30,7 +33,12 @@ def pass_seconds(
     operators = Operators.of(ops)
     tf32 = config.precision == "tf32" and "tf32" in card.dense_flops_per_s
     kernels = operators.kernel_seconds(*amounts, card, tf32=tf32, reached=reached)
-    return Pass.of(kernels, operators.launch_seconds(reached)).alone_s
+    return Pass.of(kernels, operators.launch_seconds(without_gradients(reached))).alone_s
+
+
+def without_gradients(reached: Achievable) -> Achievable:
+    """What is reached where operators make no autograd nodes."""
+    return replace(reached, operator_us=reached.inference_operator_us)
 
 
 def batch_shapes(lengths: Sequence[int], config: InferenceConfig) -> Counter[Shape]:
@@ -57,3 +65,23 @@ def mean_over_tokens(seconds_of: Callable[[int], float], first: int, tokens: int
     past = np.unique(np.linspace(first, first + tokens - 1, points).round().astype(int))
     values = np.array([seconds_of(int(p)) for p in past])
     return float(np.trapezoid(values, past) / (past[-1] - past[0])) if len(past) > 1 else float(values[0])
+
+
+def typical_shape(config: InferenceConfig, seq_len: int) -> Shape:
+    """The batch that fills the token budget with texts of a length."""
+    rows = config.max_tokens_per_micro_batch // (seq_len + config.max_new_tokens)
+    return max(1, min(rows, config.max_sequences or rows)), seq_len
+
+
+def measured_time(predicted: InferenceTime, measured: Measurement) -> InferenceTime:
+    """Times of a batch as a trial measured them."""
+    assert measured.step_ms is not None and measured.tokens_per_s is not None
+    found = {"step_ms": measured.step_ms, "micro_batch_ms": measured.step_ms, "tokens_per_s": measured.tokens_per_s}
+    found["sequences_per_s"] = predicted.sequences_per_s * measured.tokens_per_s / predicted.tokens_per_s
+    if measured.prefill_ms and predicted.prefill_ms and predicted.prefill_tokens_per_s:
+        found["prefill_ms"] = prefill_ms = median(measured.prefill_ms)
+        found["prefill_tokens_per_s"] = predicted.prefill_tokens_per_s * predicted.prefill_ms / prefill_ms
+    if measured.token_ms and predicted.decode_ms_per_token and predicted.decode_tokens_per_s:
+        found["decode_ms_per_token"] = token_ms = fmean(measured.token_ms)
+        found["decode_tokens_per_s"] = predicted.decode_tokens_per_s * predicted.decode_ms_per_token / token_ms
+    return replace(predicted, source="measured", **found)

@@ -9,6 +9,7 @@ from planner.errors import NothingFitsError
 from planner.inference.question import InferenceQuestion
 from planner.inference.search import InferenceResult
 from planner.inference.space import InferenceSpace, conflict
+from planner.measured_search import describe
 from planner.unfitting import smallest_label_bytes, would_do
 from planner.units import GIB, format_bytes
 
@@ -32,15 +33,6 @@ def nothing_fits(question: InferenceQuestion, space: InferenceSpace, result: Inf
         *_with_more_host_memory(question, result),
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
-
-
-def describe(config: InferenceConfig) -> str:
-    """A configuration in a few words, what is as usual left out."""
-    parts: list[str] = [config.precision]
-    parts += [f"quantization {config.quantization}"] if config.quantization != "none" else []
-    parts += [f"offload {config.offload}"] if config.offload != "none" else []
-    parts += [f"{config.kv_cache} cache"] if config.kv_cache not in ("none", "dynamic") else []
-    return ", ".join([*parts, f"batch {config.micro_batch_size}"])
 
 
 def _remedies(question: InferenceQuestion, closest: InferenceConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ cache is concatenated anew, and how its blocks fit in what earlier ones left dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,11 +20,14 @@ from planner.recording.record import CATEGORY_NAMES, OUTSIDE_LAYERS, Op, Recordi
 
 Int64s = NDArray[np.int64]
 
-PASS, CHOSEN, END = "pass_{}", "chosen_{}", "end"
-"""Phases: the k-th forward pass, from the end of the one before to its own; the k-th token is there; the rest."""
+BEFORE, PASS, CHOSEN, END = "before", "pass_{}", "chosen_{}", "end"
+"""Phases: loading and the batch's arrival; the k-th forward pass, from the end of the one before to its own; the token
+that it led to is there; what isn't recorded."""
 KV_CACHE = len(CATEGORY_NAMES)
 """Category of blocks that hold keys and values."""
-RUN_CATEGORY_NAMES = (*CATEGORY_NAMES, "kv_cache")
+PREFETCHED = KV_CACHE + 1
+"""Category of blocks that another stream fetched keys and values to."""
+RUN_CATEGORY_NAMES = (*CATEGORY_NAMES, "kv_cache", "kv_cache")
 """Names of the categories of a run's blocks."""
 WHOLE_PASSES = 8
 """Passes at a run's end that keep all of their events."""
@@ -174,10 +177,12 @@ class Layout:
 
     def run(self) -> Run:
         """Everything so far."""
+        events = np.concatenate(self.events)
+        blocks = int(np.abs(events).max(initial=0)) + 1  # of the last pass not all of them need be
         return Run(
-            events=np.concatenate(self.events),
-            sizes=np.concatenate(self.sizes),
-            categories=np.concatenate(self.categories),
+            events=events,
+            sizes=np.concatenate(self.sizes)[:blocks],
+            categories=np.concatenate(self.categories)[:blocks],
             marks=tuple(self.marks),
         )
 
@@ -225,35 +230,37 @@ def lasting(one: PassEvents, largest: Int64s) -> Int64s:
 # -- from one recording ----------------------------------------------------------------------------------------------
 
 
-def unrolled(recording: Recording, *, new_tokens: int) -> Recording:
-    """The whole run of one recording at its own shape, whose sizes grow by equal steps from token to token.
+def unrolled(recording: Recording, *, passes: int) -> Run:
+    """The whole run of ``passes`` forward passes, of one recording at its own shape.
 
-    Raises RecordingError where the last passes differ, or sizes don't grow so.
+    Sizes grow by equal steps from token to token. Raises RecordingError where the last passes differ, or sizes don't
+    grow so.
     """
-    passes = recorded_passes(recording)
-    _, older, last, unfinished = passes[-4:]
+    recorded = recorded_passes(recording)
+    layout = Layout()
+    whole = passes + 1 < len(recorded)
+    first = passes + 1 if whole else len(recorded) - 2
+    for index, one in enumerate(recorded[:first]):
+        layout.mark(PASS.format(index - 1) if index else BEFORE)
+        layout.add(one.events, one.sizes)
+    last = recorded[first]
+    growth = np.zeros(last.events.blocks, dtype=np.int64) if whole else _growth(recorded)
+    tokens(layout, range(first, passes + 1), lambda _: last.events, lambda index: last.sizes + growth * (index - first))
+    return layout.run()
+
+
+def _growth(recorded: Sequence[RecordedPass]) -> Int64s:
+    """By how much each block of a token is larger than that of the token before. Raises RecordingError."""
+    if len(recorded) < 5:
+        raise RecordingError("too few generated tokens were recorded to tell how they grow")
+    older, last, unfinished = recorded[-3:]
     alike = older.events.signature == last.events.signature
-    partly = np.array_equal(last.events.events, unfinished.events.events)
-    if len(passes) < 6 or not alike or not partly:
+    if not alike or not np.array_equal(last.events.events, unfinished.events.events):
         raise RecordingError("the events of one generated token are not those of the next")
-    growth = last.sizes - older.sizes
+    growth: Int64s = last.sizes - older.sizes
     if not np.array_equal(unfinished.sizes - last.sizes, growth):
         raise RecordingError("the sizes of one generated token are not those of the next")
-    first = len(passes) - 2
-    prompt_passes = sum(1 for one in passes[1:] if not one.events.chosen)
-    total = prompt_passes + new_tokens
-    layout = Layout()
-    for index, one in enumerate(passes[: first + 1]):
-        if index:
-            layout.mark(PASS.format(index - 1))
-        layout.add(one.events, one.sizes)
-    tokens(
-        layout,
-        range(first, total - 1),
-        lambda _: last.events,
-        lambda index: last.sizes + growth * (index - first + 1),
-    )
-    return layout.run().recording()
+    return growth
 
 
 def tokens(
@@ -264,14 +271,12 @@ def tokens(
     ``passes``: numbers of the forward passes; ``events_of`` and ``sizes_of`` give each one's.
     """
     reduced: dict[int, Int64s] = {}
-    largest = {}
+    largest: dict[int, Int64s] = {}
     for index in reversed(passes):
         one = events_of(index)
         if id(one) not in largest:
             largest[id(one)] = sizes_of(index)
             reduced[id(one)] = lasting(one, largest[id(one)])
-        if len(largest) == 2:
-            break
     for index in passes:
         one, sizes = events_of(index), sizes_of(index)
         layout.mark(PASS.format(index - 1))
@@ -282,12 +287,13 @@ def tokens(
 
 
 __all__ = [
+    "BEFORE",
     "CHOSEN",
     "END",
     "KV_CACHE",
     "PASS",
+    "PREFETCHED",
     "RUN_CATEGORY_NAMES",
-    "Iterable",
     "Layout",
     "PassEvents",
     "RecordedPass",

@@ -35,7 +35,8 @@ class InferenceWorkload(Workload):
         for name in ("labels", "decoder_input_ids"):
             batch.pop(name, None)
         if self.facts.generates and device != "meta" and seq_len > 1:
-            batch["attention_mask"][-1, -1], batch["attention_mask"][-1, 0] = 1, 0
+            # a single prompt has no padding
+            batch["attention_mask"][-1, -1], batch["attention_mask"][-1, 0] = 1, int(len(batch["attention_mask"]) == 1)
         return batch
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import accumulate, count, pairwise
 from pathlib import Path
@@ -13,15 +13,13 @@ from typing import Any, ClassVar
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from planner.levers.checkpointing import checkpointing_layers
 from planner.measure.protocol import DEVICE_ERROR, ERROR, HOST_OOM, OOM, TrialSpec
 from planner.recording.kernels import Target
 from planner.recording.record import ACTIVATIONS, OPTIMIZER, PARAMETERS, TEMPORARIES, Recording
 from planner.recording.recorder import Recorder
 from planner.units import format_bytes
-from planner.workload import device_tensors
 
 MIB = 2**20
 OCCUPIED_FROM_BYTES = 64 * MIB
@@ -65,8 +63,11 @@ class Backend(ABC):
         """What watches the warm-up steps, where there is such a thing."""
         return None
 
-    def adopt(self, model: nn.Module) -> None:  # noqa: B027
-        """The model is there."""
+    def adopt(self, tensors: Iterable[tuple[Tensor, int]]) -> None:  # noqa: B027
+        """The model is there: its tensors, each with the layer that holds it."""
+
+    def forget_building(self) -> None:  # noqa: B027
+        """What building the model with random weights held for a moment is not counted."""
 
     def recording(self, *, update: bool = False) -> Any:
         """A context in which the recorder, if any, sees what happens."""
@@ -119,6 +120,24 @@ def generic_step(device: torch.device) -> None:
             loss = layers(torch.ones(512, 256, device=device)).float().square().mean()
         loss.backward()
     optimizer.step()
+    if device.type == "cpu":
+        _generic_texts()
+
+
+@torch.no_grad()
+def _generic_texts() -> None:
+    """A few tokens' way through a model of texts.
+
+    Pages of torch's libraries become resident when code in them first runs: 3 MiB for these operators.
+    """
+    table, ids = nn.Embedding(64, 64), torch.zeros(2, 16, dtype=torch.int64)
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool)
+    for dtype in (torch.float32, torch.bfloat16):
+        states = table(ids).to(dtype).view(2, 16, 4, 16).transpose(1, 2)
+        for given in (mask, mask[:, :, :1].expand(2, 1, 16, 16), None):
+            states = nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=given)
+        logits = torch.cat([states, states], dim=-1).float().tanh().softmax(-1)
+        logits.argmax(-1).eq(0).all().item()
 
 
 def _largest(peaks: Mapping[str, Mapping[str, int]], name: str) -> int | None:
@@ -175,10 +194,14 @@ class CpuBackend(Backend):
         """Of live tensors."""
         return self._live
 
-    def adopt(self, model: nn.Module) -> None:
+    def adopt(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """The model's tensors are the first that live."""
         self._live.phase("load/model", category=PARAMETERS)
-        self._live.adopt(device_tensors(model, checkpointing_layers(model)))
+        self._live.adopt(tensors)
+
+    def forget_building(self) -> None:
+        """The resident set's peak starts anew."""
+        _forget_peak()
 
     @contextmanager
     def recording(self, *, update: bool = False) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from planner.config import TrainingConfig
 from planner.levers.checkpointing import checkpointing_layers, every_n
+from planner.measure.course import Watched
 from planner.measure.protocol import NO_GRADIENT, NOT_CHECKPOINTED
 from planner.recording.record import ACTIVATIONS
 from planner.recording.recorder import Recorder
@@ -20,7 +21,7 @@ ENOUGH_TOKENS = 4
 """With fewer, attention has one key to choose from, and its query and key weights have no gradient."""
 
 
-class Evidence:
+class Evidence(Watched):
     """Is told where in the step it is, and looks at what happens; a recorder, if there is one, is told as well.
 
     Nothing here changes what is measured: hooks count calls, and gradients are looked at between passes.
@@ -29,7 +30,8 @@ class Evidence:
     def __init__(
         self, model: nn.Module, trained: Sequence[Tensor], config: TrainingConfig, recorder: Recorder | None
     ) -> None:
-        self._model, self._config, self._recorder = model, config, recorder
+        super().__init__(recorder)
+        self._model, self._config = model, config
         self._layers = checkpointing_layers(model)
         owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
         names = {id(p): name for name, p in model.named_parameters()}
@@ -39,20 +41,14 @@ class Evidence:
         self._layers_run: set[int] = set()
         self.recomputed: set[int] = set()
         """Layers that ran in a backward pass."""
-        self._phase = ""
         self._backward = False
 
     # -- where the step is ---------------------------------------------------------------------------------------
 
-    def begin(self, phase: str) -> None:
-        """A part of the trial begins, whose recorded phases get its name."""
-        self._phase = phase
-
     def phase(self, name: str, *, category: int = ACTIVATIONS, backward: bool = False) -> None:
         """A part of the step begins."""
         self._backward = backward
-        if self._recorder is not None:
-            self._recorder.phase(f"{self._phase}/{name}", category=category, backward=backward)
+        super().phase(name, category=category, backward=backward)
 
     # -- what happens --------------------------------------------------------------------------------------------
 

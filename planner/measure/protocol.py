@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from planner.config import TrainingConfig
+from planner.config import Config, InferenceConfig, read_config
+from planner.inference.workload import InferenceWorkload
 from planner.models import ModelSpec
 from planner.workload import Workload
 
@@ -66,8 +67,8 @@ class TrialSpec:
     """What a trial runs, and under which limits."""
 
     workload: Workload
-    """Model and task; the weights are random."""
-    config: TrainingConfig
+    """Model and task, at inference an InferenceWorkload; the weights are random."""
+    config: Config
     """The configuration; its micro-batch and length are the worst case that is run."""
     device: str
     """``cpu``, ``cuda`` or ``cuda:1``."""
@@ -97,8 +98,9 @@ class TrialSpec:
             values: dict[str, Any] = json.loads(text)
             workload = dict(values.pop("workload"))
             spec = ModelSpec(**workload.pop("spec"))
-            config = TrainingConfig.model_validate(values.pop("config"))
-            return cls(workload=Workload(spec=spec, **workload), config=config, **values)
+            config = read_config(values.pop("config"))
+            kind = InferenceWorkload if isinstance(config, InferenceConfig) else Workload
+            return cls(workload=kind(spec=spec, **workload), config=config, **values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a trial's request: {' '.join(str(error).split())[:300]}") from error
 
@@ -116,7 +118,8 @@ class Measurement:
     reason: str = ""
     """What happened, in one line; empty for ``ok``."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """``peak_allocated_bytes`` and ``peak_reserved_bytes`` of load, first_step, steady_step and typical."""
+    """``peak_allocated_bytes`` and ``peak_reserved_bytes`` of load, first_step, steady_step and typical; at inference
+    of load, first_batch, batch and typical."""
     peak_allocated_bytes: int | None = None
     """Most in live tensors. CUDA: max_memory_allocated. CPU: of a recording of real tensors."""
     peak_reserved_bytes: int | None = None
@@ -126,17 +129,21 @@ class Measurement:
     process_bytes: int | None = None
     """Most that the process held on the device: as the driver sees it; on the CPU the largest resident set."""
     micro_batch_ms: tuple[float, ...] = ()
-    """Each timed micro-batch at the longest length, forward and backward."""
+    """Each timed micro-batch at the longest length, forward and backward; at inference each timed batch."""
     update_ms: tuple[float, ...] = ()
     """Each timed update: clip, step, gradients dropped."""
     typical_micro_batch_ms: tuple[float, ...] = ()
     """Each timed micro-batch at the typical length."""
+    prefill_ms: tuple[float, ...] = ()
+    """Of each timed batch of a generating task: from its arrival to its first token."""
+    token_ms: tuple[float, ...] = ()
+    """Each further token of the whole batch, in order: later ones find more in the cache."""
     step_ms: float | None = None
-    """An optimizer step of all its micro-batches: medians of the above."""
+    """An optimizer step of all its micro-batches, or a batch to answer: medians of the above."""
     tokens_per_s: float | None = None
-    """Tokens of the step's sequences a second."""
+    """Tokens of the step's sequences a second; of a generating task those that are written."""
     steps_executed: int = 0
-    """Optimizer updates that were run: at least two for ``ok``."""
+    """Optimizer updates that were run: at least two for ``ok``. At inference batches of the longest texts."""
     allocation_retries: int = 0
     """Times the allocator had to free its cache and ask again."""
     loss: float | None = None

@@ -22,6 +22,7 @@ from typing import NoReturn, TextIO
 
 import psutil
 
+from planner.config import InferenceConfig
 from planner.measure.mapped_files import Range, map_again, mapped_ranges
 from planner.measure.protocol import SERVING, TrialSpec
 
@@ -100,7 +101,9 @@ def _prepare(line: str) -> None:
         from planner.workload import model_class
 
         model_class(spec.workload.spec.model_type, spec.workload.architecture)
-        if spec.config.method != "full" and not _peft_starts_cuda(spec.device):
+        if isinstance(spec.config, InferenceConfig):
+            importlib.import_module("planner.inference.trial")
+        elif spec.config.method != "full" and not _peft_starts_cuda(spec.device):
             importlib.import_module("peft.tuners.lora")
     if _driver_started():
         sys.exit("an import started CUDA's driver: a fork could not use it")

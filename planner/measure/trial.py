@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.config import TrainingConfig
+from planner.config import InferenceConfig, TrainingConfig
+from planner.levers.checkpointing import checkpointing_layers
 from planner.levers.host_optimizer import HostAdamWOfLayers
 from planner.levers.optimizer import make_optimizer
 from planner.levers.precision import autocast_dtype, has_masters
 from planner.measure.backends import Backend, backend_of
 from planner.measure.checks import Evidence
+from planner.measure.course import Course, Ended, Passes, Tell, Unwatched, arrive
 from planner.measure.protocol import (
     ERROR,
-    MIN_PASSES,
     NAN_LOSS,
     NO_GRADIENT,
-    OCCUPIED,
     OK,
     OOM,
-    THRASHING,
     Measurement,
     TrialSpec,
 )
-from planner.recording.record import ACTIVATIONS, TEMPORARIES
+from planner.recording.record import TEMPORARIES
 from planner.step import Compared, build_model, contrast, first_pass, run_micro_batch
 from planner.units import format_bytes
-from planner.workload import Workload, model_class
+from planner.workload import Workload, device_tensors, model_class
 
-Tell = Callable[[str], None]
-"""Is told what a trial is at."""
 Batch = tuple[dict[str, Tensor], int]
 """Tensors in host memory, and what the effective batch's mean loss is over."""
 
 MAX_GRAD_NORM = 1.0
 """As in the emitted script."""
-MAX_PASSES = 200
-"""Micro-batches that are timed at most: by then the median is known."""
 MAX_WARM_UPS = 12
 """Updates until two were made: fp16's loss scale starts too high for some models, and halves with each skipped one."""
-JUMP = 3.0
-"""Times the median of its kind that a pass takes when the card's memory has run out."""
-JUMPING_SHARE = 0.05
-"""Of passes that may take so long for other reasons: Python collects garbage, the system runs something else."""
-
-
-class Ended(Exception):  # noqa: N818  # most trials' end is no error of anyone
-    """A trial can't go on: its status and why."""
-
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 def run_trial(spec: TrialSpec, *, tell: Tell = lambda _: None, started: float | None = None) -> Measurement:
@@ -74,8 +56,7 @@ def run_trial(spec: TrialSpec, *, tell: Tell = lambda _: None, started: float | 
     backend, status, reason = None, OK, ""
     try:
         backend = backend_of(spec.device)
-        trial = _Trial(spec, backend, tell, found, started)
-        trial.run()
+        _kind(spec)(spec, backend, tell, found, started).run()
     except Ended as end:
         status, reason = end.status, str(end)
     except Exception as error:
@@ -83,8 +64,9 @@ def run_trial(spec: TrialSpec, *, tell: Tell = lambda _: None, started: float | 
         error.__traceback__ = None  # its frames hold the model
     if backend is not None:
         found |= _memory(backend)
-        if found.get("typical_micro_batch_ms") and "steady_step" in backend.peaks:  # of the same shape: run once
-            backend.peaks.setdefault("typical", dict(backend.peaks["steady_step"]))
+        steady = backend.peaks.get("steady_step") or backend.peaks.get("batch")
+        if found.get("typical_micro_batch_ms") and steady:  # of the same shape: run once
+            backend.peaks.setdefault("typical", dict(steady))
         if status == OK:
             status, reason = _over_the_ceiling(spec, found)
     found["wall_s"] = time.time() - started
@@ -122,45 +104,35 @@ def _versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-class _Trial:
-    """The trial's state, and what was found so far."""
+def _kind(spec: TrialSpec) -> type[Course]:
+    if isinstance(spec.config, InferenceConfig):
+        from planner.inference.trial import InferenceCourse
 
-    def __init__(self, spec: TrialSpec, backend: Backend, tell: Tell, found: dict[str, Any], started: float) -> None:
-        self.spec, self.config, self.workload = spec, spec.config, spec.workload
-        self.backend, self._tell, self._found, self._started = backend, tell, found, started
+        return InferenceCourse
+    return _TrainingCourse
+
+
+class _TrainingCourse(Course):
+    """Two optimizer steps that are checked, and more that are timed."""
+
+    def __init__(self, spec: TrialSpec, *others: Any) -> None:
+        super().__init__(spec, *others)
+        assert isinstance(spec.config, TrainingConfig)
+        self.config, self.workload = spec.config, spec.workload
         self._losses: list[Tensor] = []
         contrastive = self.workload.facts.loss == "contrastive"
         self._compares = contrastive and self.config.gradient_accumulation_steps > 1
         self._compared: Compared | None = None
-        self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
-
-    def run(self) -> None:
-        """All of it. Raises Ended, and whatever the model's code and the device raise."""
-        self._prepare()
-        with self.backend.phase("load"):
-            self._load()
-        self._found["setup_s"] = time.time() - self._started
-        self._warm_up()
-        self._time()
-        self._time_typical()
 
     # -- before the steps ----------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        self._tell("libraries")
+    def _import_libraries(self) -> None:
         import_libraries(self.workload, self.config)
-        if problem := self.backend.start(self.spec):
-            raise Ended(OCCUPIED, problem)
-        torch.manual_seed(self.spec.seed)
-        if self.config.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # each int8 layer warns of each cast to fp16
 
     def _load(self) -> None:
-        self._tell("load")
         self.model = build_model(self.workload, self.config, device=str(self.backend.device))
-        self.backend.adopt(self.model)
+        self.backend.adopt(device_tensors(self.model, checkpointing_layers(self.model)))
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         if not self._trained:
             raise Ended(NO_GRADIENT, "no parameter is trained")
@@ -188,7 +160,7 @@ class _Trial:
 
     def _micro_batch(self, watcher: Any, batch: Batch | None = None) -> None:
         tensors, items = batch or self._batch
-        arguments = self.model, partial(_arrive, tensors, self.backend.device), watcher, self._autocasting
+        arguments = self.model, partial(arrive, tensors, self.backend.device), watcher, self._autocasting
         run_micro_batch(
             *arguments,
             loss=self.workload.facts.loss,
@@ -258,8 +230,7 @@ class _Trial:
             for name in ("first_step", "steady_step"):
                 with self.backend.phase(name):
                     self._warm_step(name, evidence, micro_batches)
-        self._found["allocation_retries"] = 0
-        self._retries = self.backend.allocation_retries
+        self._count_retries()
         self._found["recomputed_layers"] = len(evidence.recomputed)
         self._found["without_gradient"] = evidence.without_gradient
         if problem := evidence.problem:
@@ -289,15 +260,15 @@ class _Trial:
     def _time(self) -> None:
         self.backend.synchronize()
         gc.collect()
-        config, passes = self.config, _Passes(self.backend, self.spec.timed_s)
-        updates, beginnings = _Passes(self.backend, 0.0), _Passes(self.backend, 0.0)
+        config, passes = self.config, Passes(self.backend, self.spec.timed_s)
+        updates, beginnings = Passes(self.backend, 0.0), Passes(self.backend, 0.0)
         with self.backend.phase("steady_step"):
             while passes.wanted:
                 if self._compares:
-                    beginnings.time(partial(self._compare, _Unwatched()))
+                    beginnings.time(partial(self._compare, Unwatched()))
                 for _ in range(min(3, config.gradient_accumulation_steps)):  # the first makes gradients, others add
                     self._tell("timed")
-                    passes.time(partial(self._micro_batch, _Unwatched()))
+                    passes.time(partial(self._micro_batch, Unwatched()))
                 updates.time(self._end_step)
         self._found |= {"micro_batch_ms": passes.ms, "update_ms": updates.ms}
         step_ms = config.gradient_accumulation_steps * median(passes.ms) + median(updates.ms)
@@ -306,13 +277,6 @@ class _Trial:
         tokens *= self.workload.tokens_per_sequence(config.seq_len)
         self._found |= {"step_ms": step_ms, "tokens_per_s": 1000 * tokens / step_ms}
         self._look_for_thrashing(passes.ms, updates.ms)
-
-    def _look_for_thrashing(self, *kinds: Sequence[float]) -> None:
-        retries = self._found["allocation_retries"] = self.backend.allocation_retries - self._retries
-        if retries:
-            raise Ended(THRASHING, f"the allocator freed its cache to ask again {retries} times")
-        if self.backend.jumps and (number := jumping(*kinds)):
-            raise Ended(THRASHING, f"{number} passes took over {JUMP:g} times as long as most")
 
     def _time_typical(self) -> None:
         seq_len = self.spec.typical_seq_len
@@ -324,7 +288,7 @@ class _Trial:
             self._found["typical_micro_batch_ms"] = self._found["micro_batch_ms"]
             return
         batch = self._host_batch(rows, seq_len)
-        passes = _Passes(self.backend, self.spec.timed_s / 2)
+        passes = Passes(self.backend, self.spec.timed_s / 2)
         with self.backend.phase("typical"):
             watcher = Evidence(self.model, (), self.config, self.backend.recorder)
             with self.backend.recording():  # this pass is also the shape's warm-up
@@ -336,53 +300,11 @@ class _Trial:
             while passes.wanted:
                 self._tell("typical")
                 if self._compares:
-                    self._compare(_Unwatched())
-                passes.time(partial(self._micro_batch, _Unwatched(), batch))
+                    self._compare(Unwatched())
+                passes.time(partial(self._micro_batch, Unwatched(), batch))
                 self._end_step()
         self._found["typical_micro_batch_ms"] = passes.ms
         self._look_for_thrashing(passes.ms)
-
-
-def jumping(*kinds: Sequence[float]) -> int:
-    """Passes that took several times their kind's median; 0 if they are no more than something else explains."""
-    jumps = sum(ms > JUMP * median(kind) for kind in kinds for ms in kind)
-    return jumps if jumps > max(1, JUMPING_SHARE * sum(map(len, kinds))) else 0
-
-
-def _arrive(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """On the CPU as well: each of the emitted script's batches is a new one."""
-    return {name: tensor.to(device, copy=True) for name, tensor in batch.items()}
-
-
-class _Unwatched:
-    """A step that is timed tells nobody where it is."""
-
-    def phase(self, name: str, *, category: int = ACTIVATIONS, backward: bool = False) -> None:
-        """Nothing."""
-
-
-class _Passes:
-    """Times of one kind of pass, with the device waited for before and after."""
-
-    def __init__(self, backend: Backend, seconds: float) -> None:
-        self._backend, self._seconds = backend, seconds
-        self._began = time.perf_counter()
-        self.ms: tuple[float, ...] = ()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether one more is to be timed: it would end within the time, or there are too few."""
-        spent = time.perf_counter() - self._began
-        in_time = not self.ms or spent * (len(self.ms) + 1) / len(self.ms) <= self._seconds
-        return len(self.ms) < MIN_PASSES or (in_time and len(self.ms) < MAX_PASSES)
-
-    def time(self, run: Callable[[], object]) -> None:
-        """Run once."""
-        self._backend.synchronize()
-        start = time.perf_counter()
-        run()
-        self._backend.synchronize()
-        self.ms += ((time.perf_counter() - start) * 1000,)
 
 
 def import_libraries(workload: Workload, config: TrainingConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -101,6 +101,15 @@ class StepModel:
     def ops_at(self, shape: Shape) -> tuple[Int64s, Int64s]:
         """FLOPs and moved bytes of every operator at a shape."""
         return self.flops.at(shape), np.add.reduceat(self.moved.at(shape), self._operand_starts)
+
+    def recording_at(self, shape: Shape) -> Recording:
+        """What a recording at a shape would be; of each operator, the bytes of all operands are one number."""
+        flops, moved = self.ops_at(shape)
+        ops = [
+            replace(op, flops=int(f), moved_bytes=(int(m),))
+            for op, f, m in zip(self.template.ops, flops, moved, strict=True)
+        ]
+        return replace(self.template, sizes=self.sizes_at(shape).tolist(), gates=[], ops=ops)
 
     @cached_property
     def _operand_starts(self) -> Int64s:

@@ -83,13 +83,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropo
         seen: Tensor = handle_torch_function(attend, (query,), query, key, value, mask, dropout, is_causal)
         return seen
     batch, length = query.shape[:2]
+    if mask is not None and key.shape[1] > mask.shape[-1]:  # a static cache has room beyond the mask
+        key, value = (t[:, : mask.shape[-1]] for t in (key, value))
     rows = [t.reshape(-1, *t.shape[2:]) for t in (query, key, value)]
     if mask is None:
         lengths, indices = torch.empty(batch + 1, dtype=torch.int32, device=query.device), None
     else:
         lengths, indices = _unpadding(mask)
         unpad: Any = Unpad.apply
-        rows = [unpad(row, indices) for row in rows]
+        if length == key.shape[1]:
+            rows = [unpad(row, indices) for row in rows]
+        else:  # _upad_input: queries are fewer than keys, which a cache has
+            rows[1:] = [unpad(row, indices) for row in rows[1:]]
+            if length == 1:
+                indices = torch.arange(batch + 1, dtype=torch.int32, device=query.device)[:-1]
+            else:
+                _, indices = _unpadding(mask[:, -length:])
+                rows[0] = unpad(rows[0], indices)
     apply: Any = VarlenAttention.apply
     out: Tensor = apply(*rows, lengths, dropout, is_causal)[..., : query.shape[-1]]
     if indices is None:
@@ -204,20 +214,21 @@ def _(*_: Any) -> None:
     return None
 
 
-def _product_flops(q: Any, sequences: int, is_causal: bool) -> int:
-    """One product of S x S scores with a head's rows, for all sequences of equal length."""
+def _product_flops(q: Any, k: Any, sequences: int, is_causal: bool) -> int:
+    """One product of a sequence's queries with its keys, of all heads, for sequences of equal length."""
     tokens, heads, head_dim = q
-    flops = 2 * tokens * (tokens // sequences) * heads * head_dim
-    return int(flops // 2 if is_causal else flops)  # blocks above the diagonal are skipped
+    queries, keys = tokens // sequences, k[0] // sequences
+    flops = 2 * tokens * keys * heads * head_dim
+    return int(flops // 2 if is_causal and queries == keys else flops)  # blocks above the diagonal are skipped
 
 
 @register_flop_formula(torch.ops.vramplan._flash_attention_varlen)
 def _forward_flops(q: Any, k: Any, v: Any, sequences: int, is_causal: bool, **_: Any) -> int:
-    return 2 * _product_flops(q, sequences, is_causal)
+    return 2 * _product_flops(q, k, sequences, is_causal)
 
 
 @register_flop_formula(torch.ops.vramplan._flash_attention_varlen_backward)
 def _backward_flops(
     g: Any, q: Any, k: Any, v: Any, out: Any, log_sums: Any, grads: Any, sequences: int, is_causal: bool, **_: Any
 ) -> int:
-    return 5 * _product_flops(q, sequences, is_causal)  # the scores again, then four gradients
+    return 5 * _product_flops(q, k, sequences, is_causal)  # the scores again, then four gradients

@@ -19,7 +19,8 @@ def load_quantized(recorder: Recorder, model: nn.Module, tensors: Iterable[tuple
 
     transformers/core_model_loading.py, convert_and_load_state_dict_in_model: without threads, so one weight at a time
     is there as the checkpoint has it. What trains is made afterwards. Stand-ins of quantized layers say in
-    ``loaded_from`` which tensors their weight is made from.
+    ``loaded_from`` which tensors their weight is made from, and in ``loaded_from_on_cpu`` where the CPU's operators
+    make others.
     """
     everything = list(tensors)
     layers: dict[int, Any] = {id(m.weight): m for m in model.modules() if hasattr(m, "loaded_from")}
@@ -33,9 +34,15 @@ def load_quantized(recorder: Recorder, model: nn.Module, tensors: Iterable[tuple
                 yield from ((buffer, layer) for buffer in layers[id(tensor)].buffers(recurse=False))
 
     recorder.reserve()
-    recorder.adopt(base(), converted=[(_parts(layer), layer.loaded_from) for layer in layers.values()])
+    kind = recorder.target.kind
+    recorder.adopt(base(), converted=[(_parts(layer), _sources(layer, kind)) for layer in layers.values()])
     recorder.phase("adapters", category=PARAMETERS)
     recorder.adopt(pair for pair in everything if pair[0].requires_grad)
+
+
+def _sources(layer: Any, kind: str) -> tuple[int, ...]:
+    sources: tuple[int, ...] = getattr(layer, f"loaded_from_on_{kind}", layer.loaded_from)
+    return sources
 
 
 def _parts(layer: Any) -> list[Tensor]:

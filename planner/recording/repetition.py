@@ -207,7 +207,7 @@ class _Repetition:
             categories=[recording.categories[k] for k in origin],
             events=events,
             layers=layers,
-            phases={name: phases.get(name, len(events)) for name in recording.phases},
+            phases=self._starts_of_all(phases, len(events)),
             gradients=gradients,
             gates=self._gates(origin),
             ops=ops,
@@ -227,6 +227,13 @@ class _Repetition:
         period = self._stacks[stack].period
         further = copy if index == _REPEATED else (self._stacks[stack].copies - 1) * (index > _REPEATED)
         return first + within + further * period
+
+    def _starts_of_all(self, starts: dict[str, int], end: int) -> dict[str, int]:
+        """Starts of all phases: one without events begins where the next one does."""
+        found: dict[str, int] = {}
+        for name in reversed(self._recording.phases):
+            end = found[name] = starts.get(name, end)
+        return dict(reversed(found.items()))
 
     def _gates(self, origin: list[int]) -> list[tuple[int, int, int]]:
         gates = {block: (count, threshold) for block, count, threshold in self._recording.gates}

@@ -13,14 +13,16 @@ checkpoint's files: safetensors puts them on the card in the checkpoint's type, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.recording import cpu
 from planner.recording.record import PARAMETERS, TEMPORARIES
 from planner.recording.recorder import Recorder
 from planner.recording.transfers import layer_weights
@@ -38,7 +40,8 @@ class _Weight:
     @classmethod
     def of(cls, parameter: nn.Parameter, stored: torch.dtype | None) -> _Weight:
         dtype = stored if stored is not None and parameter.is_floating_point() else parameter.dtype
-        return cls(parameter, torch.zeros((), dtype=dtype, device="cpu").expand(parameter.numel()))
+        with cpu.fake_tensors() if isinstance(parameter, FakeTensor) else nullcontext():
+            return cls(parameter, torch.zeros((), dtype=dtype, device="cpu").expand(parameter.numel()))
 
 
 class _Arriving(ModelHook):  # type: ignore[misc]

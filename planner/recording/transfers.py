@@ -42,12 +42,18 @@ def _to_card(content: Tensor, device: torch.device) -> Tensor:
     return content.to(device, non_blocking=True, copy=True)
 
 
+def _to_claimed_card(content: Tensor, device: torch.device) -> Tensor:
+    """On tensors that claim to be on the CPU, whose weights come from disk."""
+    return torch.empty(content.shape, dtype=content.dtype, device=device)
+
+
 def _without_memory(content: Tensor) -> Tensor:
     return torch.zeros((), dtype=content.dtype, device="cpu").expand(content.numel())
 
 
 _LIBRARY.impl("to_host", _to_host, "CompositeExplicitAutograd")
 _LIBRARY.impl("to_card", _to_card, "CompositeExplicitAutograd")
+torch.library.register_fake("vramplan::to_card", _to_claimed_card, lib=_LIBRARY)
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
