@@ -7,6 +7,7 @@ Only click is imported at the top: ``plan --help`` must be quick.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -303,6 +304,8 @@ def _compare(plan: str, data: str | None, as_json: bool, quiet: bool, **options:
 def _quieten() -> None:
     """A library that loads later may not write between the report's lines, nor tell twice what is told at the end."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("torchao", "torch.utils._pytree"):  # CUDA libraries without CUDA, enums
+        logging.getLogger(name).setLevel(logging.ERROR)
     from planner.cache import CacheWarning
 
     warnings.filterwarnings("ignore", category=CacheWarning)

@@ -59,7 +59,7 @@ class InferenceQuestion:
     def context(self) -> InferenceContext:
         """What the choice of levers' values depends on."""
         simulator, facts, request = self.simulator, self.simulator.facts, self.request
-        config = simulator.workload.hf_config()
+        window, encodes = simulator.recordings.attention
         batch_size = request.batch_size
         if request.batch_tokens is not None:
             batch_size = max(1, request.batch_tokens // (self.seq_len + simulator.workload.max_new_tokens))
@@ -77,8 +77,8 @@ class InferenceQuestion:
             seq_len=self.seq_len,
             max_sequences=request.batch_size or request.concurrency,
             micro_batch_size=batch_size,
-            sliding_window=bool(getattr(config.get_text_config(decoder=True), "sliding_window", None)),
-            encoder_decoder=bool(config.is_encoder_decoder),
+            sliding_window=window > 0,
+            encoder_decoder=encodes,
             stacks=len(facts.stacks),
             plain_linears=facts.plain_linears,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from planner import cache
 from planner.config import InferenceConfig
+from planner.inference.kv_cache import attention_window
 from planner.inference.offload import step_with_layers_on_card
+from planner.inference.pass_kinds import GenerationFacts
 from planner.inference.run_model import Beginning, GenerationModel
 from planner.inference.workload import InferenceWorkload
 from planner.memory.allocator import AllocatorSettings
@@ -69,6 +72,16 @@ class InferenceRecordings(RecordingsOf[InferenceConfig, "InferenceSource"]):
         key = {**self.key(all_streamed(config)), "weights": True}
         return cache.remembered("steps", key, lambda: self.record(all_streamed(config), (2, 16)))
 
+    @cached_property
+    def attention(self) -> tuple[int, bool]:
+        """Tokens that layers with sliding attention see (0: there are none), and whether a stack of its own reads."""
+
+        def look() -> tuple[int, bool]:
+            config = self.workload.hf_config()
+            return attention_window(config), bool(config.is_encoder_decoder)
+
+        return cache.remembered("attention", self._workload_key, look)
+
     def record(self, config: InferenceConfig, shape: Shape) -> Recording:
         """One batch of texts at one shape."""
         return self._from_layers(config, lambda source: source.record_batch(shape))
@@ -86,10 +99,15 @@ class InferenceRecordings(RecordingsOf[InferenceConfig, "InferenceSource"]):
         self, config: InferenceConfig, *, cublas_workspace_bytes: int, settings: AllocatorSettings | HostSettings
     ) -> GenerationModel:
         """What generation needs at any batch, prompt and number of tokens."""
-        from planner.inference.generation import generation_facts
-
-        assert isinstance(self.workload, InferenceWorkload)
-        facts = generation_facts(self.workload.hf_config(), config, self.workload.spec.max_seq_len)
+        window, encodes = self.attention
+        facts = GenerationFacts(
+            chunk=config.prefill_chunk_tokens,
+            prefix=config.prefix_tokens,
+            has_room=config.kv_cache == "static",
+            window=window,
+            encodes=encodes,
+            max_positions=self.workload.spec.max_seq_len,
+        )
         key = self.key(config)
         return GenerationModel(
             lambda beginning: self.beginning(config, beginning),

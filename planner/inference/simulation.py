@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -53,7 +53,7 @@ class InferenceSimulator(OnCard):
     @property
     def context_is_read_apart(self) -> bool:
         """Whether one stack reads the prompt and another one writes."""
-        return bool(self.workload.hf_config().is_encoder_decoder)
+        return self.recordings.attention[1]
 
     @property
     def generates(self) -> bool:
@@ -183,15 +183,22 @@ class InferenceSimulator(OnCard):
     def longest_text(self, config: InferenceConfig) -> int:
         """The longest text (or prompt) that fits in the configuration's batch, in tokens; 0 when none does."""
         limit = (self.workload.spec.max_seq_len or LONGEST_LOOKED_AT) - config.max_new_tokens
-        return largest(lambda n: self._holds(config, config.micro_batch_size, n), limit)
+        return self._largest(lambda n: config.model_copy(update={"seq_len": n}), limit)
 
     def largest_batch(self, config: InferenceConfig) -> int:
         """The most sequences of the configuration's length that fit; 0 when not even one does."""
-        return largest(lambda n: self._holds(config, n, config.seq_len), LARGEST_LOOKED_AT)
+        return self._largest(lambda n: config.model_copy(update={"micro_batch_size": n}), LARGEST_LOOKED_AT)
 
-    def _holds(self, config: InferenceConfig, micro_batch_size: int, seq_len: int) -> bool:
-        changed = config.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
-        return self.at_least(changed) is None and self.memory(changed).fits
+    def _largest(self, changed: Callable[[int], InferenceConfig], limit: int) -> int:
+        """The largest number that fits: first by live bytes, which are cheap, then exactly, a little below."""
+        high = largest(lambda n: self.at_least(changed(n)) is None, limit)
+        low, step = high, 1
+        while low > 0 and not self.memory(changed(low)).fits:
+            high, low, step = low, max(0, low - step), 2 * step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(changed(middle)).fits else (low, middle)
+        return low
 
     def host_need(self, config: InferenceConfig) -> HostNeed | None:
         """What offloaded weights take elsewhere; None where all stay on the card."""
