@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 LARGEST_BYTES = 2 * 2**30
 """What all entries may take together."""
-_SOURCES = ("step.py", "workload.py", "inspection.py", "recordings.py", "recording", "levers", "memory")
+_SOURCES = (
+    *("step.py", "workload.py", "inspection.py", "recordings.py"),
+    *("recording", "levers", "memory", "parts", "inference"),
+)
 _TEMPORARY = ".being-written-"
 _ABANDONED_S = 24 * 3600
 """A file that is still being written after this long was left by a process that died."""

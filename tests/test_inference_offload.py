@@ -359,7 +359,7 @@ def test_checkpoints_type():
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
-REACHED = replace(achievable(), bandwidth_fraction=1.0, kernel_us=0.0, operator_us=10.0, pcie_fraction=0.5)
+REACHED = replace(achievable(), bandwidth_fraction=1.0, kernel_us=0.0, inference_operator_us=10.0, pcie_fraction=0.5)
 
 
 def op_of(name, nbytes, position=0):

@@ -312,7 +312,7 @@ class _MallInfo2(ctypes.Structure):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc alone says what malloc gave")
 @pytest.mark.parametrize(("inputs", "outputs"), [(512, 2048), (768, 768), (768, 3072), (1000, 77)])
 def test_packed_weights_take_what_malloc_gives_for_them(inputs: int, outputs: int) -> None:
-    """But for the objects around them."""
+    """But for the objects around them, and what malloc rounds up to pages."""
     glibc = ctypes.CDLL(None)
     glibc.mallinfo2.restype = _MallInfo2
 
@@ -325,7 +325,7 @@ def test_packed_weights_take_what_malloc_gives_for_them(inputs: int, outputs: in
     packed = torch.ops.quantized.linear_prepack(weight, None)
     grown = used() - before
     del packed
-    assert abs(grown - packed_bytes(inputs, outputs)) < 1024
+    assert abs(grown - packed_bytes(inputs, outputs)) < 2 * 4096
 
 
 def test_nothing_to_quantize_is_an_error() -> None:
