@@ -1,4 +1,4 @@
-"""The fastest way to train a model in the GPU memory you have.
+"""The fastest way to train or run a model in the GPU memory you have.
 
 from planner import plan
 p = plan(model="bert-base-uncased", vram="8GB")
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.api import Estimate, estimate, plan
     from planner.comparing import Comparison, compare
-    from planner.config import LoraSettings, TrainingConfig
+    from planner.config import InferenceConfig, LoraSettings, TrainingConfig
     from planner.errors import InputError, NothingFitsError, PlannerError, RecordingError, TrialError
     from planner.exporting import export
     from planner.plans import Plan
@@ -29,6 +29,7 @@ _HOMES = {
     "Plan": "plans",
     "PlanRequest": "request",
     "TrainingConfig": "config",
+    "InferenceConfig": "config",
     "LoraSettings": "config",
     "save_snapshot": "snapshots",
     "export": "exporting",
@@ -42,6 +43,7 @@ _HOMES = {
 __all__ = [
     "Comparison",
     "Estimate",
+    "InferenceConfig",
     "InputError",
     "LoraSettings",
     "NothingFitsError",

@@ -180,9 +180,10 @@ def _ends_well(function: Callable[..., int]) -> Callable[..., int]:
 
 @_ends_well
 def _make_plan(out: str | None, snapshot: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Plan the fastest training of a model in the GPU memory you have, with no GPU at hand.
+    """Plan the fastest training of a model in the GPU memory you have, with no GPU at hand; or running it.
 
-    Writes a folder with the plan and a script that trains. WORDS are separated by commas.
+    Writes a folder with the plan and a script that trains, or with --mode infer one that answers. WORDS are separated
+    by commas.
 
     Exit codes: 0 a plan was made; 2 bad input; 3 nothing fits; 4 a trial or a device failed; 130 interrupted.
     """

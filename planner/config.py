@@ -114,6 +114,9 @@ class InferenceConfig(_Frozen):
     """Padded tokens that one batch may hold, new tokens included; shorter sequences go in larger batches."""
     max_sequences: int | None = Field(default=None, ge=1)
     """Sequences that one batch may have, however short they are; None: as many as the tokens allow."""
+    overhead_tokens: int = Field(default=0, ge=0)
+    """What a batch costs beside its tokens, in tokens: the cut of sorted texts weighs it against padding; 0:
+    batches are as full as the tokens allow."""
     precision: InferencePrecision
     """Type of weights and arithmetic; tf32: fp32 weights, products on tf32 tensor cores."""
     quantization: InferenceQuantization = "none"

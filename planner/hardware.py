@@ -380,7 +380,7 @@ def _ram_ceiling(vram_bytes: int, card: Card) -> tuple[int, str]:
     if vram_bytes > card.reported_bytes:
         message = f"got {format_bytes(vram_bytes)}, but this machine has {held} of memory; ask for that or less"
         raise InputError([Problem(argument="vram", message=message)])
-    return vram_bytes, f"as asked for, of the {held} of memory here: all that the training process may take"
+    return vram_bytes, f"as asked for, of the {held} of memory here: all that the process may take"
 
 
 def context_bytes(card: Card) -> tuple[int, str]:

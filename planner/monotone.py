@@ -10,7 +10,8 @@ from planner.levers import LEVERS, Lever
 
 ONLY_SAVES = ("checkpointing", "offload")
 """Levers whose every step down in memory is more work for the same arithmetic: recomputation, or transfers."""
-_NOT_A_LEVER = ("micro_batch_size", "max_tokens_per_micro_batch", "gradient_accumulation_steps", "effective_batch_size")
+_BATCH = ("micro_batch_size", "max_tokens_per_micro_batch", "overhead_tokens")
+_NOT_A_LEVER = (*_BATCH, "gradient_accumulation_steps", "effective_batch_size")
 
 
 def _below(lever: Lever) -> frozenset[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_serializer, model_validator
@@ -54,8 +54,13 @@ def _one_of(words: tuple[str, ...]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _some_of(words: tuple[str, ...], pattern: str = "", example: str = "") -> BeforeValidator:
-    """A restriction of the sweep: words with commas between them, or a list of words."""
+def _some_of(
+    words: tuple[str, ...], pattern: str = "", example: str = "", aliases: Mapping[str, str] | None = None
+) -> BeforeValidator:
+    """A restriction of the sweep: words with commas between them, or a list of words.
+
+    ``aliases``: what some are called elsewhere.
+    """
     accepted = f"one or more of {', '.join((*words, example) if example else words)}, separated by commas"
 
     def known(word: str) -> bool:
@@ -65,7 +70,8 @@ def _some_of(words: tuple[str, ...], pattern: str = "", example: str = "") -> Be
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)) or not parts or not all(isinstance(p, str) for p in parts):
             raise _refusal(value, accepted)
-        got = tuple(dict.fromkeys(p.strip().lower() for p in parts))
+        typed = (p.strip().lower() for p in parts)
+        got = tuple(dict.fromkeys((aliases or {}).get(word, word) for word in typed))
         wrong = [word for word in got if not known(word)]
         near = {near: None for word in wrong if (near := near_match(word, words))}
         if wrong:
@@ -172,6 +178,7 @@ _CHECKPOINTING = _some_of(("none", "full"), r"every-([2-9]|[1-9][0-9]{1,2})", "e
 _PRECISIONS = tuple(dict.fromkeys((*config.PRECISIONS, *config.INFERENCE_PRECISIONS)))
 _OFFLOADS = tuple(dict.fromkeys((*config.OFFLOADS, *config.INFERENCE_OFFLOADS)))
 _QUANTIZATIONS = tuple(dict.fromkeys((*config.QUANTIZATIONS, *config.INFERENCE_QUANTIZATIONS)))
+_ALSO_CALLED = {"dynamic-int8": "int8-dynamic"}
 Words = tuple[str, ...]
 
 
@@ -224,7 +231,7 @@ class PlanRequest(BaseModel):
     """Activation checkpointing to choose from: none, full, every-N; None: all."""
     offload: Annotated[Words, _some_of(_OFFLOADS)] | None = None
     """What may move to host memory; None: all."""
-    quantization: Annotated[Words, _some_of(_QUANTIZATIONS)] | None = None
+    quantization: Annotated[Words, _some_of(_QUANTIZATIONS, aliases=_ALSO_CALLED)] | None = None
     """How weights may be stored; None: in training as the method has it, at inference as they are if that fits."""
     optimizer: Annotated[Words, _some_of(config.OPTIMIZERS)] | None = None
     """Optimizers to choose from; None: all that keep the results of AdamW, others when nothing else fits."""

@@ -173,7 +173,7 @@ class TestRequest:
         request = make_request(model="any", vram="8GB")
         assert DEFAULT_ALLOCATOR == request.allocator
         reason = reason_for(parse_allocator(request.allocator))
-        assert "train.py sets it" in reason
+        assert "the script sets it" in reason
         assert "--allocator expandable_segments:False" in reason
 
     def test_what_was_asked_for_is_kept_without_white_space(self):

@@ -156,7 +156,7 @@ def test_help_names_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"), [([], "worker  Run trials"), (["worker"], "--storage URL"), ([], "--vram SIZE")]
+    ("words", "shown"), [([], "worker   Run trials"), (["worker"], "--storage URL"), ([], "--vram SIZE")]
 )
 def test_help_imports_nothing_heavy(words, shown, tmp_path):
     """``plan --help`` imports neither torch nor transformers nor anything else that takes time; nor for a command."""

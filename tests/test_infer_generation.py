@@ -192,6 +192,18 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, writers: Any) -> 
     assert "chat template" in without.answers[0]["error"] or "chat_template" in without.answers[0]["error"]
 
 
+def test_what_the_system_says(tmp_path: Path, writers: Any) -> None:
+    """Column system: the chat template's first message; before the prompt where the tokenizer has no template."""
+    folder = copied(writers("llama"), tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(CHAT)
+    rows = [{"prompt": "Which value?", "system": SYSTEM}, {"prompt": "Which value?", "system": None}]
+    run = infer(plan_for(folder), tmp_path, rows)
+    chat = f"system: {SYSTEM} user: Which value? assistant:"
+    assert [written_alone(folder, chat), written_alone(folder, "Which value?")] == run.column("text")
+    without = infer(plan_for(writers("llama")), tmp_path, rows, output="without.jsonl")
+    assert written_alone(writers("llama"), f"{SYSTEM}Which value?") == without.answers[0]["text"]
+
+
 def test_encoder_decoders_write(tmp_path: Path, writers: Any, rows: Any) -> None:
     """seq2seq-lm: what the model writes of each text alone."""
     run = infer(plan_for(writers("t5"), "seq2seq-lm"), tmp_path, rows[:9])

@@ -18,8 +18,6 @@ import pytest
 from emitted import minilm
 from inference_scripts import Answered, as_jsonl, infer, make_inference_plan, write_infer
 
-from planner.parts.serving import budget_batches
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 Hook = Callable[[int, int], None]
 
@@ -141,14 +139,6 @@ def test_limit_and_a_smaller_budget(tmp_path: Path, plan: Any, rows: Any, expect
     flags = ("--limit", "9", "--max-tokens-per-batch", "40")
     assert same(expected[:9], infer(plan, tmp_path, rows[:60], *flags, change=with_hook(lambda *s: shapes.append(s))))
     assert max(count * width for count, width in shapes) <= 40
-
-
-def test_budget_batches() -> None:
-    """Widest first, within the tokens, those to come included, and the rows; one that is over it goes alone."""
-    assert [[2], [0, 3], [1]] == budget_batches([4, 1, 9, 4], budget=8, rows=4)
-    assert [[0], [1], [2]] == budget_batches([3, 2, 2], budget=8, rows=2, more=3)
-    assert [[0, 1], [2]] == budget_batches([2, 2, 2], budget=100, rows=2)
-    assert [] == budget_batches([], budget=8, rows=1)
 
 
 # ----- going on -----
@@ -347,18 +337,3 @@ def test_layers_on_disk(tmp_path: Path, plan: Any, tiny: Any, rows: Any, expecte
     assert {"meta"} == {p.device.type for p in places[0].encoder.layer[1].parameters()}
     assert {"cpu"} == {p.device.type for p in places[0].encoder.layer[0].parameters()}
     assert not list(tmp_path.glob("*.offload"))
-
-
-@pytest.mark.parametrize("quantization", ["int8", "nf4", "int8-dynamic"])
-def test_quantized_weights_answer_alike(tmp_path: Path, rows: Any, quantization: str) -> None:
-    """Real int8 and nf4 weights on a CPU: vectors near to the whole ones; --baseline gives those."""
-    plan = make_inference_plan("embedding", str(minilm()), quantization=quantization)
-    run, exact = (
-        infer(plan, tmp_path, rows[:6], *flags, output=f"{len(flags)}.jsonl").column("embedding")
-        for flags in ((), ("--baseline",))
-    )
-    whole = infer(make_inference_plan("embedding", str(minilm())), tmp_path, rows[:6]).column("embedding")
-    assert [pytest.approx(vector, abs=1e-6) for vector in whole] == exact
-    for vector, near in zip(whole, run, strict=True):
-        likeness = sum(a * b for a, b in zip(vector, near, strict=True))
-        assert 0.9 < likeness < 0.999999

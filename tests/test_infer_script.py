@@ -79,7 +79,7 @@ def test_scripts_are_short_and_need_no_planner(rendered: Path) -> None:
     allowed = {"psutil", "torch", "accelerate", "tqdm", "transformers", "pyarrow"}
     for path in rendered.iterdir():
         text, (task, lever) = path.read_text(encoding="utf-8"), path.stem.split("_")
-        assert (740 if task == "causal-lm" else 660) > len(text.splitlines()), path.name
+        assert (770 if task == "causal-lm" else 690) > len(text.splitlines()), path.name
         if lever not in ("fp32", "prefix-chunks") and task != "reranking":
             continue  # what these hold is in others
         outside = imported(text) - set(sys.stdlib_module_names)
@@ -128,8 +128,15 @@ def test_the_parts_of_other_tasks_are_left_out() -> None:
 
 def test_constants_and_header_are_the_plan() -> None:
     """The script's numbers are the plan's; the comment at the top says what made it, runs it, and what to expect."""
-    text = script("causal-lm", seq_len=96, max_tokens_per_micro_batch=480, micro_batch_size=5, max_new_tokens=24)
-    for line in ("SEQ_LEN = 96 ", "MAX_TOKENS_PER_BATCH = 480 ", "CONCURRENCY = 5 ", "MAX_NEW_TOKENS = 24 "):
+    sizes = {"max_tokens_per_micro_batch": 480, "micro_batch_size": 4, "max_sequences": 5, "overhead_tokens": 70}
+    text = script("causal-lm", seq_len=96, max_new_tokens=24, **sizes)
+    for line in (
+        "SEQ_LEN = 96 ",
+        "MAX_TOKENS_PER_BATCH = 480 ",
+        "MAX_SEQUENCES = 5 ",
+        "BATCH_OVERHEAD = 70 ",
+        "MAX_NEW_TOKENS = 24 ",
+    ):
         assert f"\n{line}" in text
     top = text.split("\nimport ")[0]
     assert "plan --model bert-base-uncased --vram 8GB --task causal-lm --mode infer\n" in top

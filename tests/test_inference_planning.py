@@ -194,7 +194,7 @@ def test_the_command_makes_a_folder_and_prints_how_to_run_it(
 def test_an_estimate_is_the_simulators_answer(simulator: InferenceSimulator) -> None:
     """One given configuration, with memory and time as attributes."""
     found = estimate(**RERANKER, vram="8GB", gpu="RTX 4060", micro_batch_size=8, seq_len=512, precision="fp16")
-    config = config_of(precision="fp16", max_sequences=8)
+    config = simulator.settled(config_of(precision="fp16", max_sequences=8))
     assert config == found.config
     assert simulator.whole_run(config).peak_reserved_bytes == found.peak_reserved_bytes
     assert simulator.time(config).sequences_per_s == pytest.approx(found.sequences_per_s)

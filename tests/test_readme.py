@@ -46,6 +46,9 @@ def test_plan_commands_parse():
             params = cli.command.commands["worker"].make_context("worker", words[2:]).params
             assert make_worker_request(**{k: v for k, v in params.items() if k != "quiet"})
             continue
+        if words[1] == "compare":
+            assert cli.command.commands["compare"].make_context("compare", words[2:]).params["data"]
+            continue
         context = cli.command.make_context("plan", words[1:])
         outputs = ("out", "snapshot", "as_json", "quiet")
         assert cli._request({k: v for k, v in context.params.items() if k not in outputs}, None)

@@ -26,6 +26,7 @@ REACHED = Achievable(
     bandwidth_fraction=0.5,
     kernel_us=2.0,
     operator_us=20.0,
+    inference_operator_us=15.0,
     bare_operator_us=5.0,
     pcie_fraction=0.8,
     host_bandwidth_bytes_per_s=40e9,

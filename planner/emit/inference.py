@@ -9,6 +9,7 @@ from planner.emit.header import header_lines
 from planner.emit.tasks import TASK_WORDS
 from planner.emit.templating import platform_context, template
 from planner.errors import InputError, Problem
+from planner.inference.timing import window_texts
 from planner.levers.precision import width_multiple
 from planner.tasks import INFERENCE_TASKS, TASK_FACTS, TaskFacts
 
@@ -21,6 +22,7 @@ _ANSWERS = {
     "vector": '"embedding"',
     "text": '"text", what the model writes, and its "tokens"',
 }
+_RANKED = '"score": what the model says; of a list of documents their "scores" and "order", the best one first'
 _DATA_NEEDS = {
     "label": "A row is a text (or two).",
     "labels": "A row is a text (or two).",
@@ -36,11 +38,6 @@ _OVERLONG = {
 }
 _LISTS = (("query", "documents"), ("query", "passages"), ("query", "texts"))
 """Usual columns of a query with a list of documents."""
-_WINDOW = 4096
-_BATCHES_PER_WINDOW = 64
-"""Of the longest texts: with so many to sort by length, little of a batch is padding."""
-_WRITTEN_PER_WINDOW = 16
-"""The same where writing takes long: a killed run has no more than that to do again."""
 
 
 def render_inference_files(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -106,12 +103,11 @@ def _task(workload: Mapping[str, Any], request: Mapping[str, Any], config: Mappi
     long_texts = workload.get("long_texts") or facts.long_texts[0]
     segments = long_texts == "segment" and not facts.generates
     answer = facts.answer or ""
-    batch = config["micro_batch_size"]
     return {
         "task": facts.name,
         "auto_class": facts.auto_class,
         "answer": answer,
-        "answer_is": _ANSWERS[answer],
+        "answer_is": _RANKED if facts.name == "reranking" else _ANSWERS[answer],
         "data_needs": _data_needs(facts),
         "generates": facts.generates,
         "embeds": answer == "vector",
@@ -121,17 +117,24 @@ def _task(workload: Mapping[str, Any], request: Mapping[str, Any], config: Mappi
         "text_columns": _text_columns(facts, segments=segments),
         "column_counts": _column_counts(facts, segments=segments),
         "given_column": request.get("text_column"),
-        "window": _WRITTEN_PER_WINDOW * batch if facts.generates else max(_WINDOW, _BATCHES_PER_WINDOW * batch),
+        "window": window_texts(config["micro_batch_size"], writes=facts.generates),
         "target_columns": facts.usual_label_columns,
     }
 
 
-def _data_needs(facts: TaskFacts) -> str:
+def _data_needs(facts: TaskFacts) -> list[str]:
+    """Lines that say what a row is."""
     if facts.name == "reranking":
-        return "A row is a query and a document, or a query and a list of documents."
+        return ["A row is a query and a document, or a query and a list of documents."]
     if facts.name == "causal-lm":
-        return 'A row is a prompt (a "prefix" before it, if it has one), or the "messages" of a chat.'
-    return _DATA_NEEDS[facts.answer or ""]
+        return [
+            'A row is a prompt, or the "messages" of a chat, for the tokenizer\'s chat template. A text in column',
+            '"prefix" stands before the prompt. One in column "system" goes with the prompt into the chat template,',
+            "as the system's message; before the prompt where the tokenizer has no template.",
+        ]
+    if facts.name == "seq2seq-lm":
+        return ["A row is a text; with --perplexity a text, and what should be written of it."]
+    return [_DATA_NEEDS[facts.answer or ""]]
 
 
 def _text_columns(facts: TaskFacts, *, segments: bool) -> tuple[tuple[str, ...], ...]:
@@ -159,6 +162,7 @@ def _levers(workload: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
         "bitsandbytes": quantization in ("int8", "nf4"),
         "torchao": quantization == "int8-weight-only",
         "unquantized": list(TASK_WORDS[workload["task"]].new_modules),
+        "whole_modules": [name.removeprefix(".*") for name in TASK_WORDS[workload["task"]].new_modules],
         "prefixes": config["prefix_tokens"] > 0 and config["kv_cache"] == "dynamic" and workload["task"] == "causal-lm",
         "offload": config["offload"] != "none",
         "on_disk": config["offload"] == "disk",

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from planner.allocator_settings import DEFAULT_ALLOCATOR, parse_allocator
+from planner.allocator_settings import DEFAULT_ALLOCATOR, gives_back, parse_allocator
 from planner.measure.environment import MMAP_THRESHOLD_BYTES
 
 ATTENTION_COMMENTS = {
@@ -38,6 +38,7 @@ def _environment() -> Environment:
     )
     environment.filters["literal"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["python"] = repr
+    environment.filters["set_literal"] = lambda values: f"{{{', '.join(map(json.dumps, values))}}}"
     environment.globals["source"] = _source
     return environment
 
@@ -68,6 +69,7 @@ def platform_context(plan: Mapping[str, Any]) -> dict[str, Any]:
         "collects": options.garbage_collection_threshold is not None,
         "on_cpu": plan["hardware"].get("kind") == "cpu",
         "mmap_threshold_bytes": MMAP_THRESHOLD_BYTES,
+        "gives_back": gives_back(memory),
         "attention_name": "flash_attention_2" if attention == "flash2" else attention,
         "attention_comment": ATTENTION_COMMENTS[attention],
         "trust": ", trust_remote_code=True" if plan["request"].get("trust_remote_code") else "",

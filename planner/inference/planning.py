@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from planner.allocator_settings import parse_allocator, reason_for
+from planner.allocator_settings import LEFT_ALONE, gives_back, parse_allocator, reason_for
 from planner.budget import Memory
 from planner.cache import library_versions
 from planner.config import InferenceConfig
@@ -40,6 +41,7 @@ def estimate_inference(question: InferenceQuestion) -> tuple[InferenceConfig, Me
     config = simulator.placed(space.configuration({name: options[0] for name, options in space.values.items()}))
     if clash := conflict(config):
         raise InputError([Problem(argument="quantization", message=f"got {config.quantization!r}: {clash}")])
+    config = simulator.settled(config)
     return config, simulator.whole_run(config), simulator.time(config)
 
 
@@ -80,6 +82,8 @@ def _outside(question: InferenceQuestion, config: InferenceConfig, memory: Memor
     yield Reason(field="lengths", value=lengths, reason=simulator.texts.reason)
     yield from report.host_reason(config, simulator)
     why = reason_for(parse_allocator(request.allocator), device=question.card.kind)
+    if question.card.kind == "cpu" and not gives_back(asdict(memory)):
+        why = LEFT_ALONE
     yield Reason(field="allocator", value=request.allocator, reason=why)
     said = "as asked for" if request.long_texts else f"usual for {simulator.workload.task}"
     yield Reason(field="long_texts", value=question.long_texts, reason=said)

@@ -37,7 +37,8 @@ LENGTHS_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class _MadeSpace:
-    """A space whose configurations are those that were looked at: offloaded layers have their places in them."""
+    """A space whose configurations are those that were looked at, with what is found out about each: where offloaded
+    layers are, what a batch costs beside its tokens."""
 
     space: InferenceSpace
     made: Mapping[InferenceConfig, InferenceConfig]
@@ -45,7 +46,8 @@ class _MadeSpace:
     @classmethod
     def of(cls, space: InferenceSpace, simulated: InferenceResult) -> _MadeSpace:
         configs = [trial.config for trial in simulated.trials]
-        return cls(space, {config.model_copy(update={"layers_on_card": None}): config for config in configs})
+        unmade = {"layers_on_card": None, "overhead_tokens": 0}
+        return cls(space, {config.model_copy(update=unmade): config for config in configs})
 
     @property
     def values(self) -> Mapping[str, Sequence[str]]:

@@ -48,6 +48,8 @@ def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: Infe
     if space.max_tokens is not None:
         reason = "as asked for"
     yield Reason(field="max_tokens_per_micro_batch", value=config.max_tokens_per_micro_batch, reason=reason)
+    reason = "what a batch costs beside its tokens: sorted texts are cut where that saves more padding"
+    yield Reason(field="overhead_tokens", value=config.overhead_tokens, reason=reason)
     if config.max_sequences is not None:
         yield Reason(field="max_sequences", value=config.max_sequences, reason="as many as there are at once")
 
@@ -113,7 +115,7 @@ def _lever_row(
     config: InferenceConfig,
     simulator: InferenceSimulator,
 ) -> dict[str, Any]:
-    memory, time = simulator.memory_of_budget(config), simulator.time(config)
+    memory, time = simulator.memory_of_budget(config), simulator.time(simulator.settled(config))
     return {
         "lever": field,
         "change": f"{getattr(chosen, field)} -> {value}",

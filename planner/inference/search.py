@@ -31,6 +31,7 @@ def evaluate(config: InferenceConfig, simulator: InferenceSimulator) -> Inferenc
     least = simulator.at_least(config)
     memory = least or simulator.memory_of_budget(config)
     if memory.fits:
+        config = simulator.settled(config)
         return Trial(config=config, memory=memory, time=simulator.time(config), status="fits", reason="")
     over = format_bytes(memory.total_bytes - memory.ceiling_bytes)
     reason = f"{'at least ' if least else ''}{over} over the ceiling"

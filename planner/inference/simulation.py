@@ -180,6 +180,10 @@ class InferenceSimulator(OnCard):
     def _fits(self, config: InferenceConfig) -> bool:
         return self.at_least(config) is None and self.memory_of_budget(config).fits
 
+    def settled(self, config: InferenceConfig) -> InferenceConfig:
+        """With what a batch costs beside its tokens, which infer.py weighs against padding."""
+        return config.model_copy(update={"overhead_tokens": Times(self, config).overhead_tokens()})
+
     def longest_text(self, config: InferenceConfig) -> int:
         """The longest text (or prompt) that fits in the configuration's batch, in tokens; 0 when none does."""
         limit = (self.workload.spec.max_seq_len or LONGEST_LOOKED_AT) - config.max_new_tokens

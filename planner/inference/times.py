@@ -61,6 +61,21 @@ class Times:
             **self._bounds(),
         )
 
+    def overhead_tokens(self) -> int:
+        """What a batch costs beside its tokens, in tokens: of a time a + b * tokens, a / b, at the longest length.
+
+        From a few rows and a full batch. What is written of a row costs the same in every batch: only tokens that are
+        read count in b. From a full batch's tokens on it makes no difference: none is ever worth a batch more.
+        """
+        config, few = self.config, 2  # one sequence is a kind of batch apart
+        shapes = [(rows, config.seq_len) for rows in (few, max(2 * few, config.micro_batch_size))]
+        first_s, full_s = (self.batch_seconds(shape) for shape in shapes)
+        read_s = [self._writing(shape)[0] for shape in shapes] if self.simulator.generates else [first_s, full_s]
+        rows = shapes[1][0] - few
+        fixed_s, token_s = first_s - (full_s - first_s) * few / rows, (read_s[1] - read_s[0]) / (rows * config.seq_len)
+        most = config.max_tokens_per_micro_batch
+        return max(1, round(fixed_s / token_s)) if most * token_s > fixed_s else most
+
     def _near(self, shape: Shape) -> float:
         """A generation's time, by that of as many rows at the next length of a grid."""
         step = max(16, -(-self.config.seq_len // GRID // 16) * 16)

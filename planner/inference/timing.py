@@ -41,12 +41,28 @@ def without_gradients(reached: Achievable) -> Achievable:
     return replace(reached, operator_us=reached.inference_operator_us)
 
 
+def window_texts(micro_batch_size: int, *, writes: bool) -> int:
+    """Texts that infer.py sorts by length together: enough for little of a batch to be padding.
+
+    Fewer where writing takes long: a killed run has no more than that to do again.
+    """
+    return 16 * micro_batch_size if writes else max(4096, 64 * micro_batch_size)
+
+
 def batch_shapes(lengths: Sequence[int], config: InferenceConfig) -> Counter[Shape]:
     """How many batches of each shape (rows, padded tokens) infer.py makes of texts with these lengths."""
+    size = window_texts(config.micro_batch_size, writes=config.max_new_tokens > 0)
+    windows = (lengths[start : start + size] for start in range(0, len(lengths), size))
+    return sum((_batches_of_window(window, config) for window in windows), Counter())
+
+
+def _batches_of_window(lengths: Sequence[int], config: InferenceConfig) -> Counter[Shape]:
     multiple = width_multiple(config.precision)
     widths = [batching.padded(tokens, config.seq_len, multiple) for tokens in lengths]
     rows = config.max_sequences or len(widths)
-    batches = serving.budget_batches(widths, config.max_tokens_per_micro_batch, rows, config.max_new_tokens)
+    batches = serving.budget_batches(
+        widths, config.max_tokens_per_micro_batch, rows, config.max_new_tokens, config.overhead_tokens
+    )
     return Counter((len(batch), max(widths[i] for i in batch)) for batch in batches)
 
 
