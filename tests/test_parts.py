@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.parts.batching import epoch_steps, micro_batches, padded
@@ -198,6 +198,7 @@ def test_a_full_stop_that_is_a_word_ends_a_sentence() -> None:
 
 
 @settings(deadline=None)
+@example(strengths=[0, 1, 1, 0, 0], window=3, overlap=0.375)
 @given(strengths=strengths_of_tokens, window=st.integers(1, 50), overlap=st.floats(0, 0.45))
 def test_segments_cover_every_token_and_go_forward(strengths: list[int], window: int, overlap: float) -> None:
     """None longer than the window; the next begins within the last one's end, at most `overlap` windows before it."""

@@ -44,9 +44,9 @@ def cut(strengths: list[int], window: int, overlap: float = 0.0) -> list[tuple[i
     A segment ends at the last of the strongest places in its second half. The next one begins up to `overlap` times
     `window` tokens earlier: at the first of the strongest places there.
     """
-    ranges, start = [], 0
+    ranges, start, end = [], 0, 0
     while len(strengths) - start > window:
-        places = range(start + max(1, window // 2), start + window + 1)
+        places = range(max(start + window // 2, end + 1), start + window + 1)  # beyond the last one's end
         end = max(places, key=lambda i: (strengths[i], i))
         ranges.append((start, end))
         again = range(max(start + 1, end - int(overlap * window)), end)
