@@ -18,6 +18,7 @@ from planner.cli import run
 from planner.config import InferenceConfig
 from planner.errors import InputError, NothingFitsError
 from planner.hardware import find_card
+from planner.inference.question import look_up
 from planner.inference.simulation import InferenceSimulator, budget_shapes
 from planner.inference.timing import batch_shapes
 from planner.inference.workload import InferenceWorkload
@@ -286,3 +287,47 @@ def test_replaced_lengths_change_the_speed_that_is_told(simulator: InferenceSimu
         )
         speeds.append(other.time(config_of()).sequences_per_s)
     assert speeds[0] > 4 * speeds[1]
+
+
+# -- generation ------------------------------------------------------------------------------------------------------
+
+WRITER = {
+    **{"model": "HuggingFaceTB/SmolLM2-135M", "mode": "infer", "vram": "8GB", "gpu": "RTX 4060", "precision": "fp16"},
+    **{"micro_batch_size": 2, "seq_len": 64, "max_new_tokens": 8},
+}
+LAYERS, KEY_VALUE_HEADS, HEAD_SIZE = 30, 3, 64
+"""Of SmolLM2-135M."""
+
+
+def cache_of(sequences: int, tokens: int) -> int:
+    """Its keys and values in fp16."""
+    return 2 * LAYERS * KEY_VALUE_HEADS * HEAD_SIZE * 2 * sequences * tokens
+
+
+def test_generation_is_told_apart_by_prompt_and_token() -> None:
+    """Prefill and each further token; the cache beside the other parts, as large as prompts and what was written."""
+    found = estimate(**WRITER)
+    assert found.time.prefill_ms + 7 * found.time.decode_ms_per_token == pytest.approx(found.time.step_ms)
+    assert 2 * 64 / found.time.prefill_ms * 1e3 == pytest.approx(found.time.prefill_tokens_per_s)
+    assert cache_of(2, 64) <= found.memory.breakdown["kv_cache"] <= 1.1 * cache_of(2, 64 + 7)
+
+
+def test_shared_beginnings_have_room_of_their_own() -> None:
+    """Four of them: the one that a batch goes on from is in the recording, the others come on top."""
+    one = estimate(**WRITER, prefix_tokens=32)
+    assert cache_of(4, 32) == one.config.prefix_cache_bytes
+    several = one.memory.breakdown["kv_cache"] - cache_of(3, 32)
+    assert cache_of(2, 64) < several
+
+
+def test_an_offloaded_cache_waits_in_host_memory() -> None:
+    """Each layer's keys and values in pinned memory, which comes in powers of two; little of it is on the card."""
+    found = estimate(**WRITER, kv_cache="offloaded")
+    assert found.memory.breakdown["kv_cache"] < cache_of(2, 64 + 8) / 3
+    simulator = look_up(make_request(**_asked(WRITER), kv_cache="offloaded", device="none")).simulator
+    layer = cache_of(2, 64 + 8) // (2 * LAYERS)
+    assert 2 * LAYERS * 2 ** (layer - 1).bit_length() == simulator.host_bytes(found.config)
+
+
+def _asked(given: dict[str, Any]) -> dict[str, Any]:
+    return {("batch_size" if name == "micro_batch_size" else name): value for name, value in given.items()}

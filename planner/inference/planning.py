@@ -38,7 +38,8 @@ def plan_inference(question: InferenceQuestion, progress: Progress) -> Plan[Infe
 def estimate_inference(question: InferenceQuestion) -> tuple[InferenceConfig, Memory, InferenceTime]:
     """The one configuration that a request leaves, with memory of the whole run and time. Raises InputError."""
     simulator, space = question.simulator, next(iter(question.spaces()))
-    config = simulator.placed(space.configuration({name: options[0] for name, options in space.values.items()}))
+    config = space.configuration({name: options[0] for name, options in space.values.items()})
+    config = simulator.placed(simulator.with_prefixes(config))
     if clash := conflict(config):
         raise InputError([Problem(argument="quantization", message=f"got {config.quantization!r}: {clash}")])
     config = simulator.settled(config)

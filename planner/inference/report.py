@@ -50,6 +50,14 @@ def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: Infe
     yield Reason(field="max_tokens_per_micro_batch", value=config.max_tokens_per_micro_batch, reason=reason)
     reason = "what a batch costs beside its tokens: sorted texts are cut where that saves more padding"
     yield Reason(field="overhead_tokens", value=config.overhead_tokens, reason=reason)
+    if config.prefix_tokens:
+        yield Reason(
+            field="prefix_tokens", value=config.prefix_tokens, reason="as asked for: computed once, and copied"
+        )
+        kept = "room for the keys and values of so many beginnings; beyond it the least recently used go"
+        count = config.prefix_cache_bytes // max(1, question.simulator.cache_bytes(config, 1, config.prefix_tokens))
+        reason = kept.replace("so many", str(count))
+        yield Reason(field="prefix_cache_bytes", value=config.prefix_cache_bytes, reason=reason)
     if config.max_sequences is not None:
         yield Reason(field="max_sequences", value=config.max_sequences, reason="as many as there are at once")
 
@@ -147,7 +155,7 @@ def memory_rows(config: InferenceConfig, simulator: InferenceSimulator) -> list[
     size = config.micro_batch_size
     sizes = sorted({max(2, size // 2), size, 2 * size})
     if config.max_new_tokens:  # every token is replayed
-        lengths = [n for n in lengths if n >= config.seq_len // 4]
+        lengths = [n for n in lengths if n >= config.seq_len // 4 and n > config.prefix_tokens]
     structure = {name: getattr(config, name) for name in STRUCTURE}
     rows = []
     for seq_len in lengths:
@@ -171,6 +179,9 @@ def bounds_of(config: InferenceConfig, simulator: InferenceSimulator) -> Iterato
 
 def host_reason(config: InferenceConfig, simulator: InferenceSimulator) -> Iterator[Reason]:
     """Host memory that offloaded weights take."""
+    if config.kv_cache == "offloaded":
+        reason = "keys and values in pinned host memory, each layer's rounded up to a power of two"
+        yield Reason(field="host_bytes", value=simulator.host_bytes(config), reason=reason)
     need = simulator.host_need(config)
     if need is None:
         return

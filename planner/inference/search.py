@@ -21,7 +21,7 @@ def evaluate(config: InferenceConfig, simulator: InferenceSimulator) -> Inferenc
     """Memory and time of one configuration; where layers are offloaded, with as many on the card as fit."""
     if clash := conflict(config):
         return Trial(config=config, memory=None, time=None, status="pruned", reason=clash)
-    config = simulator.placed(config)
+    config = simulator.placed(simulator.with_prefixes(config))
     if config.micro_batch_size == 1 and config.max_sequences != 1 and _fits(_two(config), simulator):
         reason = "two sequences at once fit, and are never slower"
         return Trial(config=config, memory=None, time=None, status="pruned", reason=reason)

@@ -9,6 +9,8 @@ from typing import Any
 from planner.budget import PARTS, Memory
 from planner.config import InferenceConfig
 from planner.hardware import Card
+from planner.host_memory import pinned_bytes
+from planner.inference.kv_cache import kv_cache_bytes
 from planner.inference.offload import HostNeed, host_need, layer_bytes, stored_precision
 from planner.inference.recordings import NO_UPDATE, InferenceRecordings, all_streamed
 from planner.inference.run_model import GenerationModel
@@ -26,6 +28,8 @@ from planner.units import round_up
 
 LONGEST_LOOKED_AT, LARGEST_LOOKED_AT = 2**20, 2**16
 """Tokens and sequences up to which it is told what fits."""
+PREFIXES_KEPT = 4
+"""Beginnings that requests share for which there is room; beyond them the least recently used go."""
 WINDOW_TEXTS = 2048
 """Texts that infer.py sorts together."""
 
@@ -43,6 +47,7 @@ class InferenceSimulator(OnCard):
         self.recordings = InferenceRecordings(workload, card, checked_seq_len=seq_len)
         self._models: dict[str, MemoryModel] = {}
         self._generations: dict[str, GenerationModel] = {}
+        self._cache_bytes: dict[tuple[int, int, int], int] = {}
         self._seq_len = seq_len
 
     @property
@@ -103,8 +108,32 @@ class InferenceSimulator(OnCard):
     def _allocated_bytes(self, config: InferenceConfig, shape: Shape) -> int:
         """A lower bound of what is reserved, much cheaper than the peak."""
         if self.generates:
-            return self.generation(config).allocated_bytes(shape, config.max_new_tokens)
+            least = self.generation(config).allocated_bytes(shape, config.max_new_tokens)
+            return least + self._other_prefixes_bytes(config)
         return self.model(config).allocated_bytes(shape, accumulate=False)
+
+    # -- keys and values ---------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, config: InferenceConfig, sequences: int, tokens: int) -> int:
+        """Keys and values of so many sequences of a dynamic cache, as they are stored."""
+        width = 4 if config.precision in ("fp32", "tf32") else 2
+        key = (sequences, tokens, width)
+        if key not in self._cache_bytes:
+            self._cache_bytes[key] = kv_cache_bytes(self.workload.hf_config(), sequences, tokens, width)
+        return self._cache_bytes[key]
+
+    def _other_prefixes_bytes(self, config: InferenceConfig) -> int:
+        """Of shared beginnings that are kept, those beside the one that a batch goes on from, which is recorded."""
+        if not config.prefix_cache_bytes:
+            return 0
+        return max(0, config.prefix_cache_bytes - self.cache_bytes(config, 1, config.prefix_tokens))
+
+    def with_prefixes(self, config: InferenceConfig) -> InferenceConfig:
+        """With room for PREFIXES_KEPT shared beginnings, where there are any."""
+        if not config.prefix_tokens:
+            return config
+        nbytes = self.cache_bytes(config, PREFIXES_KEPT, config.prefix_tokens)
+        return config.model_copy(update={"prefix_cache_bytes": nbytes})
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -116,11 +145,12 @@ class InferenceSimulator(OnCard):
         peak = self._peak(config, shape)
         parts = dict(peak.breakdown)
         parts["activations"] += parts.pop("inputs")
-        cache = {"kv_cache": parts["kv_cache"]} if "kv_cache" in parts else {}
+        kept = self._other_prefixes_bytes(config)
+        cache = {"kv_cache": parts["kv_cache"] + kept} if "kv_cache" in parts else {}
         return self.budget.memory(
             config,
-            allocated_bytes=peak.allocated_bytes,
-            reserved_bytes=peak.reserved_bytes,
+            allocated_bytes=peak.allocated_bytes + kept,
+            reserved_bytes=peak.reserved_bytes + kept,
             breakdown={name: parts[name] for name in PARTS} | cache,
         )
 
@@ -143,6 +173,8 @@ class InferenceSimulator(OnCard):
         """The peak of loading, of the largest batch, and of a run over batches of different lengths."""
         own = self.memory_of_budget(config)
         loaded = own.breakdown["parameters"]
+        if config.quantization == "int8-dynamic":  # whole weights are there before torch makes packed ones of them
+            loaded = max(loaded, 4 * self.facts.parameters)
         phases = {"load": _phase(loaded, loaded), "batch": _phase(own.peak_allocated_bytes, own.peak_reserved_bytes)}
         shape = (config.micro_batch_size, config.seq_len)
         if not self.generates and self.model(config).is_polynomial(shape):
@@ -187,7 +219,8 @@ class InferenceSimulator(OnCard):
     def longest_text(self, config: InferenceConfig) -> int:
         """The longest text (or prompt) that fits in the configuration's batch, in tokens; 0 when none does."""
         limit = (self.workload.spec.max_seq_len or LONGEST_LOOKED_AT) - config.max_new_tokens
-        return self._largest(lambda n: config.model_copy(update={"seq_len": n}), limit)
+        least = config.prefix_tokens + 1  # a prompt is longer than the beginning that it shares
+        return self._largest(lambda n: config.model_copy(update={"seq_len": max(n, least)}), limit)
 
     def largest_batch(self, config: InferenceConfig) -> int:
         """The most sequences of the configuration's length that fit; 0 when not even one does."""
@@ -212,9 +245,19 @@ class InferenceSimulator(OnCard):
         return host_need(self.placed(config), self.recordings.weights(config), stored)
 
     def host_bytes(self, config: InferenceConfig) -> int:
-        """Host memory that offloaded weights take; the process itself comes on top."""
+        """Host memory that offloaded weights and an offloaded cache take; the process itself comes on top."""
         need = self.host_need(config)
-        return 0 if need is None else max(need.waiting_bytes, need.loading_bytes)
+        weights = 0 if need is None else max(need.waiting_bytes, need.loading_bytes)
+        return weights + (self._offloaded_cache_bytes(config) if config.kv_cache == "offloaded" else 0)
+
+    def _offloaded_cache_bytes(self, config: InferenceConfig) -> int:
+        """Keys and values of each layer in pinned tensors: a copy to the CPU that doesn't block pins what it makes.
+
+        aten/src/ATen/native/TensorConversions.cpp, _to_copy: ``pin_out``.
+        """
+        halves = 2 * self.facts.layers
+        tokens = config.seq_len + config.max_new_tokens
+        return halves * pinned_bytes(self.cache_bytes(config, config.micro_batch_size, tokens) // halves)
 
     def host_shortage_bytes(self, config: InferenceConfig) -> int:
         """Host memory that is needed beyond what there is; at most zero when there is enough."""
@@ -240,5 +283,7 @@ def budget_shapes(config: InferenceConfig) -> Iterator[Shape]:
     seq_len = config.seq_len
     while seq_len >= 32:
         seq_len = round_up(seq_len // 2, 16)
+        if seq_len <= config.prefix_tokens:  # a prompt is longer than the beginning that it shares
+            return
         rows = config.max_tokens_per_micro_batch // (seq_len + config.max_new_tokens)
         yield min(rows, config.max_sequences or rows), seq_len

@@ -80,6 +80,7 @@ class Times:
         """A generation's time, by that of as many rows at the next length of a grid."""
         step = max(16, -(-self.config.seq_len // GRID // 16) * 16)
         rows, width = shape
+        width = max(width, self.config.prefix_tokens + 1)
         near = min(self.config.seq_len, -(-width // step) * step)
         prefill_s, token_s = self._writing((rows, near))
         return prefill_s * width / near + token_s * (self.config.max_new_tokens - 1)
