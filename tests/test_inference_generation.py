@@ -13,8 +13,9 @@ import torch
 from planner.config import InferenceConfig
 from planner.errors import InputError, RecordingError
 from planner.inference import unrolling
-from planner.inference.generation import cached_tensors, generation_facts, generation_settings, run_generation
-from planner.inference.kv_cache import kv_cache_bytes
+from planner.inference.generation import cached_tensors, generation_settings, run_generation
+from planner.inference.kv_cache import attention_window, kv_cache_bytes
+from planner.inference.pass_kinds import GenerationFacts
 from planner.inference.run_model import Beginning, GenerationModel, prompt_chunks
 from planner.inference.source import InferenceSource
 from planner.inference.unrolling import KV_CACHE, PREFETCHED, Run, recorded_passes, unrolled
@@ -60,15 +61,23 @@ def record(source: Any, beginning: Beginning) -> Recording:
 _RECORDED: dict[tuple[int, Beginning], Recording] = {}
 
 
+def facts_of(source: Any) -> GenerationFacts:
+    """What decides which kinds of passes its runs have."""
+    model = source.workload.hf_config()
+    return GenerationFacts.of(
+        source.config, window=attention_window(model), encodes=bool(model.is_encoder_decoder), max_positions=None
+    )
+
+
 def model_of(source: Any, **settings: Any) -> GenerationModel:
     """What is asked for runs of any size."""
-    facts = generation_facts(source.workload.hf_config(), source.config)
+    facts = facts_of(source)
     return GenerationModel(partial(record, source), facts, **settings)
 
 
 def recorded_to_the_end(source: Any, shape: tuple[int, int], new_tokens: int) -> Run:
     """The run without anything left out or continued."""
-    facts = generation_facts(source.workload.hf_config(), source.config)
+    facts = facts_of(source)
     passes = len(prompt_chunks(facts, shape[1])) + new_tokens - 1
     return unrolled(record(source, Beginning(*shape, new_tokens, passes + 1)), passes=passes)
 
@@ -201,7 +210,9 @@ def test_the_work_of_a_token_is_that_of_its_recording() -> None:
     source = source_of(QWEN, config_of())
     passes = recorded_passes(record(source, Beginning(3, 77, 8, 5)))
     model = model_of(source)
-    for found, expected in ((model.prefill_ops((3, 77)), passes[1].ops), (model.token_ops((3, 77), 79), passes[4].ops)):
+    [(prompt, at_prompt)], (token, at_token) = model.prompt_passes((3, 77)), model.token_pass((3, 77), 79)
+    told = ((prompt.ops_at(at_prompt), passes[1].ops), (token.ops_at(at_token), passes[4].ops))
+    for found, expected in told:
         assert [(op.name, op.flops, sum(op.moved_bytes)) for op in expected] == [
             (op.name, op.flops, sum(op.moved_bytes)) for op in found
         ]

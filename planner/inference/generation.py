@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.config import InferenceConfig
-from planner.inference.kv_cache import attention_window
-from planner.inference.pass_kinds import Beginning, GenerationFacts
+from planner.inference.pass_kinds import Beginning
 from planner.inference.unrolling import CHOSEN, END, KV_CACHE, PASS, PREFETCHED
 from planner.recording import transfers  # noqa: F401  # defines the operators
 from planner.recording.record import ACTIVATIONS, INPUTS
@@ -47,18 +46,6 @@ def generation_settings(config: InferenceConfig, max_new_tokens: int, special: d
         **chunk,
         **_CACHES[config.kv_cache],
         **special,
-    )
-
-
-def generation_facts(model_config: Any, config: InferenceConfig, max_positions: int | None = None) -> GenerationFacts:
-    """What decides which kinds of passes a run has. ``model_config`` is transformers'."""
-    return GenerationFacts(
-        chunk=config.prefill_chunk_tokens,
-        prefix=config.prefix_tokens,
-        has_room=config.kv_cache == "static",
-        window=attention_window(model_config),
-        encodes=bool(model_config.is_encoder_decoder),
-        max_positions=max_positions,
     )
 
 

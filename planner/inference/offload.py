@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.config import InferenceConfig
 from planner.host_memory import TO_CARD
-from planner.memory.block_sizes import MIN_BLOCK_BYTES
 from planner.memory.model import StepModel
 from planner.memory.polynomials import Polynomials
 from planner.recording.record import OUTSIDE_LAYERS, PARAMETERS, Op, Recording
@@ -209,34 +207,6 @@ def reserved(recording: Recording) -> Recording:
     loaded = [event for event in recording.events[: _end_of_loading(recording)] if event > _RESERVED]
     recording.sizes[_RESERVED] = sum(recording.sizes[block] for block in loaded)
     return recording
-
-
-# -- how many fit ----------------------------------------------------------------------------------------------------
-
-
-def live_bytes(recording: Recording, *, block_bytes: int = MIN_BLOCK_BYTES) -> int:
-    """Most bytes in live blocks, each rounded up to ``block_bytes``; what transformers reserves is not counted."""
-    sizes = -(-np.array(recording.sizes, dtype=np.int64) // block_bytes) * block_bytes
-    sizes[_RESERVED] = 0
-    events = np.array(recording.events, dtype=np.int64)
-    changes: NDArray[np.int64] = np.sign(events) * sizes[np.abs(events)]
-    return int(np.cumsum(changes).max(initial=0))
-
-
-def most_layers_on_card(recording: Recording, layers: int, budget_bytes: int) -> int | None:
-    """The largest number of first layers with which live blocks stay within a budget; None where none does.
-
-    Every further layer adds its weights, and saves at most the part of them that was there with the rest: the need
-    never falls, so halving finds it.
-    """
-    low, high = -1, layers
-    while low < high:
-        middle = (low + high + 1) // 2
-        if live_bytes(with_layers_on_card(recording, middle)) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low if low >= 0 else None
 
 
 # -- the host --------------------------------------------------------------------------------------------------------

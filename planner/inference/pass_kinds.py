@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.config import InferenceConfig
 from planner.inference.unrolling import BEFORE
 from planner.memory.polynomials import Shape
 
@@ -59,6 +60,18 @@ class GenerationFacts:
     """Encoder-decoder: the prompt is the encoder's, and tokens are the decoder's."""
     max_positions: int | None = None
     """Positions that the model has, where they are limited."""
+
+    @classmethod
+    def of(cls, config: InferenceConfig, *, window: int, encodes: bool, max_positions: int | None) -> GenerationFacts:
+        """Of a configuration of a model whose attention is known."""
+        return cls(
+            chunk=config.prefill_chunk_tokens,
+            prefix=config.prefix_tokens,
+            has_room=config.kv_cache == "static",
+            window=window,
+            encodes=encodes,
+            max_positions=max_positions,
+        )
 
 
 class Label(NamedTuple):

@@ -100,14 +100,8 @@ class InferenceRecordings(RecordingsOf[InferenceConfig, "InferenceSource"]):
     ) -> GenerationModel:
         """What generation needs at any batch, prompt and number of tokens."""
         window, encodes = self.attention
-        facts = GenerationFacts(
-            chunk=config.prefill_chunk_tokens,
-            prefix=config.prefix_tokens,
-            has_room=config.kv_cache == "static",
-            window=window,
-            encodes=encodes,
-            max_positions=self.workload.spec.max_seq_len,
-        )
+        limit = self.workload.spec.max_seq_len
+        facts = GenerationFacts.of(config, window=window, encodes=encodes, max_positions=limit)
         key = self.key(config)
         return GenerationModel(
             lambda beginning: self.beginning(config, beginning),

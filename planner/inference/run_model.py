@@ -43,7 +43,7 @@ from planner.memory.allocator import AllocatorSettings
 from planner.memory.host import HostSettings, allocator_for, block_bytes
 from planner.memory.model import Peak
 from planner.memory.polynomials import NotPolynomialError, Shape
-from planner.recording.record import WORKSPACE, Op, Recording
+from planner.recording.record import WORKSPACE, Recording
 
 __all__ = ["Beginning", "GenerationFacts", "GenerationModel", "PassModel", "prompt_chunks"]
 
@@ -278,12 +278,3 @@ class GenerationModel:
         passes = len(prompt_chunks(self.facts, past - 1))
         new_tokens = start.room + 2 - past if start.room else 8
         return recorded_passes(self._record(Beginning(batch, past - 1, new_tokens, passes + 3)))[passes + 2]
-
-    def prefill_ops(self, shape: Shape, new_tokens: int = 2) -> list[Op]:
-        """The operators of the prompt's passes."""
-        return [op for model, point in self.prompt_passes(shape, new_tokens) for op in model.ops_at(point)]
-
-    def token_ops(self, shape: Shape, past: int, new_tokens: int = 2) -> list[Op]:
-        """The operators of a token that finds ``past`` tokens in the cache."""
-        model, point = self.token_pass(shape, past, new_tokens)
-        return model.ops_at(point)

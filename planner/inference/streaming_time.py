@@ -23,14 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.achievable import Achievable, reached_on
-from planner.config import InferenceConfig
 from planner.hardware import Card, HostRates
 from planner.host_memory import TO_CARD
-from planner.inference.offload import weight_bytes
 from planner.inference.timing import without_gradients
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
-from planner.memory.model import StepModel
-from planner.memory.polynomials import Shape
 from planner.recording.record import Op, Recording
 from planner.timing import Operators
 
@@ -159,32 +155,6 @@ def _between_copies(kernels: Seconds, launches: Seconds, comes: NDArray[np.bool_
     before = np.concatenate([[0.0], np.cumsum(launches) - np.cumsum(kernels)])[starts]
     waiting = np.maximum.reduceat(ahead, starts) - before
     return float(kernels.sum() + np.maximum(waiting, 0.0).sum())
-
-
-def streamed_pass(
-    step: StepModel,
-    shape: Shape,
-    config: InferenceConfig,
-    card: Card,
-    *,
-    host: HostRates | None = None,
-    driver_calls: int | None = None,
-) -> StreamingTime:
-    """A pass at a shape of a configuration whose layers come and go. ``driver_calls``: known from elsewhere."""
-    template = step.template
-    if driver_calls is None:
-        sized = replace(template, sizes=step.sizes_at(shape).tolist())
-        driver_calls = emptied(sized).driver_calls if card.kind == "cuda" else 0
-    return streaming_time(
-        template.ops,
-        *step.ops_at(shape),
-        card,
-        tf32=config.precision == "tf32" and "tf32" in card.dense_flops_per_s,
-        offload=config.offload,
-        host=host,
-        driver_calls=driver_calls,
-        tensors_in_file=len(weight_bytes(template)),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
