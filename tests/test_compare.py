@@ -375,6 +375,7 @@ def test_the_report_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 2**30 == document["baseline_run"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_real_plan_against_fp32(tmp_path: Path, tiny: Any) -> None:
     """A reranker in bf16 by its emitted script: figures are those of the model in both types, run here unbatched."""
     import torch

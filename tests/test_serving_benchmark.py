@@ -39,6 +39,7 @@ def test_answers_in_another_order_are_seen() -> None:
     assert not serving.in_order(truth[::-1], truth)
 
 
+@pytest.mark.slow
 def test_the_script_is_measured_beside_the_others(tmp_path: Path) -> None:
     """Few texts: a row for each method, equal to the unbatched run within rounding, in order, under the ceiling."""
     texts = [
