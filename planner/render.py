@@ -70,7 +70,7 @@ class Printable(Protocol):
 
 def render(plan: Printable, folder: Path, console: Console | None = None) -> None:
     """Print the report: headline, choice with reasons, memory by part, next best, levers, what to run."""
-    console = console or _console()
+    console = console or make_console()
     console.print(_headline(plan))
     for title, table in _sections(plan, console):
         if table.row_count:
@@ -96,7 +96,8 @@ def next_commands(folder: Path, mode: str = "train") -> Iterator[tuple[str, str]
     yield "the whole training; FILE is jsonl, csv, parquet or txt", launch
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Standard output; as wide as a plain file's lines where it is no terminal."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PLAIN_WIDTH

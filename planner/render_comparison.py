@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.comparing import Comparison
-from planner.render import _console
+from planner.render import make_console
 from planner.tables import plain_table
 from planner.units import format_bytes
 
@@ -35,7 +35,7 @@ _LABELS = {
 
 def render_comparison(comparison: Comparison, console: Console | None = None) -> None:
     """Print what changed, what to know about it, and speed and memory of both runs."""
-    console = console or _console()
+    console = console or make_console()
     console.print(_headline(comparison))
     tables = {"What the plan changed": _agreement(comparison), "Speed and memory": _runs(comparison)}
     for title, table in tables.items():
