@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emitted import minilm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -187,6 +188,19 @@ def test_the_command_makes_a_folder_and_prints_how_to_run_it(
     assert "documents/s" in printed
     assert "infer.py --data FILE" in printed
     assert "infer" == json.loads((tmp_path / "plan" / "plan.json").read_text())["request"]["mode"]
+
+
+def test_the_users_data_decides_lengths_and_says_how_long_all_of_it_takes(tmp_path: Path) -> None:
+    """No labels are asked for; a row that is no JSON is named by its line; inputs over speed is the time."""
+    data = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": "word " * (5 + i % 40)}) for i in range(60)]
+    data.write_text("\n".join([*lines, "no JSON"]) + "\n", encoding="utf-8")
+    found = plan(model=str(minilm()), mode="infer", task="embedding", vram="2GB", data=str(data), precision="fp32")
+    told = found.workload["data"]
+    assert (60, [61]) == (told["rows"], told["bad_rows"][0]["lines"])
+    assert 48 == found.config.seq_len
+    assert 60 == told["answers"]["inputs"]
+    assert 60 / found.time.sequences_per_s == pytest.approx(told["answers"]["seconds"])
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
