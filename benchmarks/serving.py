@@ -39,7 +39,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from planner import plan
-from planner.answering import Run, run_script
+from planner.comparison.answering import Run, run_script
 from planner.parts.losses import mean_pool
 
 SEQ_LEN, BATCH, DOCUMENTS = 256, 32, 50

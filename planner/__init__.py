@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.api import Estimate, estimate, plan
-    from planner.comparing import Comparison, compare
+    from planner.comparison.comparing import Comparison, compare
     from planner.config import InferenceConfig, LoraSettings, TrainingConfig
     from planner.errors import InputError, NothingFitsError, PlannerError, RecordingError, TrialError
     from planner.exporting import export
@@ -24,8 +24,8 @@ _HOMES = {
     "plan": "api",
     "estimate": "api",
     "Estimate": "api",
-    "compare": "comparing",
-    "Comparison": "comparing",
+    "compare": "comparison.comparing",
+    "Comparison": "comparison.comparing",
     "Plan": "plans",
     "PlanRequest": "request",
     "TrainingConfig": "config",

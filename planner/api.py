@@ -156,14 +156,16 @@ def estimate(
     }
     count = micro_batch_size * gradient_accumulation_steps * int(others.get("gpus", 1))
     request = make_request(model=model, vram=vram, seq_len=seq_len, batch_size=count, method=method, **chosen, **others)
-    question = _question(request)
-    space = question.space(method)
-    config = space.configuration(
-        {**{name: options[0] for name, options in space.values.items()}, "micro_batch_size": str(micro_batch_size)}
-    )
+    return _training_estimate(_question(request), method, micro_batch_size, lora)
+
+
+def _training_estimate(question: Question, method: str, micro_batch_size: int, lora: LoraSettings | None) -> Estimate:
+    """Of the one configuration that a request leaves."""
+    space, simulator = question.space(method), question.corrected()
+    first = {name: options[0] for name, options in space.values.items()}
+    config = space.configuration({**first, "micro_batch_size": str(micro_batch_size)})
     if lora is not None:
         config = config.model_copy(update={"lora": lora})
-    simulator = question.corrected()
     memory = whole_run(simulator, config, epoch=False)
     return Estimate(config=config, memory=memory, time=simulator.time(config))
 

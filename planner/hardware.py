@@ -306,23 +306,6 @@ _PCIE_BYTES_PER_S = 16e9
 """PCI Express 3.0 with 16 lanes: what a card that isn't listed has at least, but for laptops and external boxes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostRates:
-    """How fast a machine's weights get on their way to its card: assumptions, to be replaced by who knows better."""
-
-    copy_bytes_per_s: float = 10e9
-    """Of one thread that copies in host memory: "a single-threaded host memcpy runs at roughly 10 GB/s" (docs.rs,
-    oxicuda-memory 0.5.5, staging)."""
-    mapped_file_bytes_per_s: float = 1e9
-    """Of copies to the card from a mapped file that isn't in the page cache, which wait for one page fault after
-    another: "~1 GB/s (from an SSD that has ~7 GB/s read speed)" (pytorch/pytorch#117805, safetensors)."""
-    touched_file_bytes_per_s: float = 5e9
-    """The same where the CPU's threads read it: "when the tensors loaded from the file are used by the CPU, we get
-    fairly good load performance (~5 GB/s)", on that disk."""
-    slow_disk_bytes_per_s: float = 0.55e9
-    """Of a disk on SATA, whose link has 600 MB/s: what a file is read at from a slower disk than that one."""
-
-
 # Choosing and sizing ----------------------------------------------------------------------------------
 
 

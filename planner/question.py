@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from planner.plans import Reason
 from planner.request import PlanRequest
 from planner.simulation import Simulator
 from planner.space import LARGEST_MICRO_BATCH, Space, effective_batch_size, make_space
-from planner.tasks import TASK_FACTS, LongTexts
+from planner.tasks import TASK_FACTS, LongTexts, facts_for
 from planner.units import format_bytes
 from planner.workload import TRAINABLE_TASKS, Workload
 
@@ -95,55 +95,107 @@ def look_up(request: PlanRequest, device: DeviceFacts | None = None, progress: P
 
     Raises InputError with all problems at once.
     """
+    names = look_up_names(request, device, progress, _shape_problems)
+    workload, seq_len, more = _workload(request, names.spec, names.task, names.data)
+    return Question(
+        request=request,
+        card=names.card,
+        seq_len=seq_len,
+        simulator=Simulator(workload, names.card, seq_len=seq_len, **names.on_card(seq_len)),
+        reasons=[*names.reasons, *more],
+        device=device,
+        data=names.data,
+        long_texts=names.long_texts,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a request's names stand for, in either mode."""
+
+    request: PlanRequest
+    """What was asked."""
+    spec: ModelSpec
+    """The model."""
+    card: Card
+    """The target card."""
+    ceiling_bytes: int
+    """What it can give."""
+    reasons: list[Reason]
+    """Why both."""
+    device: DeviceFacts | None
+    """Where trials run; None: every step is simulated."""
+    counts: list[int] | None
+    """Lengths that a file gives, in tokens; None: it was not named."""
+    data: Decided | None
+    """The user's data; None: it was not named."""
+
+    @property
+    def task(self) -> str:
+        """As asked for, or what the model is used for."""
+        return self.request.task or self.spec.default_task
+
+    @property
+    def long_texts(self) -> LongTexts:
+        """What becomes of texts that are too long."""
+        if self.data is not None:
+            return self.data.long_texts
+        return self.request.long_texts or facts_for(self.task, self.request.mode).long_texts[0]
+
+    def on_card(self, seq_len: int) -> dict[str, Any]:
+        """What a simulator is told of the card beside itself: the arguments of planner.simulation.OnCard."""
+        request, device = self.request, self.device
+        how = "" if device is None else f"measured on this machine's {device.name}"
+        return {
+            "ceiling_bytes": self.ceiling_bytes,
+            "headroom_bytes": request.headroom_bytes,
+            "host_ram_bytes": request.host_ram_bytes,
+            "risk": request.risk,
+            "allocator": parse_allocator(request.allocator),
+            "lengths": _lengths(self.counts, self.data, self.long_texts, seq_len),
+            "seed": request.seed,
+            "gpus": request.gpus,
+            "context": None if device is None else (device.context_bytes, how),
+        }
+
+
+def look_up_names(
+    request: PlanRequest,
+    device: DeviceFacts | None,
+    progress: Progress | None,
+    problems_with: Callable[[PlanRequest, ModelSpec], Iterable[Problem]],
+) -> Names:
+    """Look all names up, and read the data. Raises InputError with all problems at once.
+
+    ``problems_with``: what only the model shows to be wrong with a request.
+    """
     problems: list[Problem] = []
-    spec = or_problems(
+    spec = _or_problems(
         problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
     )
-    found = or_problems(problems, lambda: card_and_ceiling(request, device))
-    counts = or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
+    found = _or_problems(problems, lambda: _card(request, device))
+    counts = _or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
     if spec is not None:
-        problems += _shape_problems(request, spec)
+        problems += problems_with(request, spec)
     data = None
     if spec is not None and request.data is not None and not problems:
-        data = or_problems(problems, lambda: read_data(request, spec, progress))
+        data = _or_problems(problems, lambda: _data(request, spec, progress))
     if problems or spec is None or found is None:
         raise InputError(problems)
     card, ceiling, reasons = found
-    task = request.task or spec.default_task
-    long_texts = data.long_texts if data is not None else request.long_texts or TASK_FACTS[task].long_texts[0]
-    workload, seq_len, more = _workload(request, spec, task, data)
-    lengths = lengths_of(counts, data, long_texts, seq_len)
-    simulator = Simulator(workload, card, seq_len=seq_len, **on_card(request, device, ceiling, lengths))
-    reasons = [*reasons, *more]
-    return Question(
+    return Names(
         request=request,
+        spec=spec,
         card=card,
-        seq_len=seq_len,
-        simulator=simulator,
+        ceiling_bytes=ceiling,
         reasons=reasons,
         device=device,
+        counts=counts,
         data=data,
-        long_texts=long_texts,
     )
 
 
-def on_card(request: PlanRequest, device: DeviceFacts | None, ceiling: int, lengths: Lengths | None) -> dict[str, Any]:
-    """What a simulator is told of the card beside itself: the arguments of planner.simulation.OnCard."""
-    context = {} if device is None else {"context": (device.context_bytes, f"measured on this machine's {device.name}")}
-    return {
-        "ceiling_bytes": ceiling,
-        "headroom_bytes": request.headroom_bytes,
-        "host_ram_bytes": request.host_ram_bytes,
-        "risk": request.risk,
-        "allocator": parse_allocator(request.allocator),
-        "lengths": lengths,
-        "seed": request.seed,
-        "gpus": request.gpus,
-        **context,
-    }
-
-
-def read_data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
+def _data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) -> Decided:
     """The data that a request names, and what becomes of it. Raises InputError."""
     from planner.data.planning import data_of
     from planner.progress import NoProgress
@@ -151,7 +203,7 @@ def read_data(request: PlanRequest, spec: ModelSpec, progress: Progress | None) 
     return data_of(request, spec, request.task or spec.default_task, progress or NoProgress())
 
 
-def lengths_of(counts: list[int] | None, data: Decided | None, long_texts: LongTexts, seq_len: int) -> Lengths | None:
+def _lengths(counts: list[int] | None, data: Decided | None, long_texts: LongTexts, seq_len: int) -> Lengths | None:
     """Lengths that were counted or given; None where they are to be assumed."""
     if data is not None:
         from planner.data.planning import lengths_of_data
@@ -160,7 +212,7 @@ def lengths_of(counts: list[int] | None, data: Decided | None, long_texts: LongT
     return None if counts is None else given_lengths(counts, seq_len=seq_len, long_texts=long_texts)
 
 
-def or_problems(problems: list[Problem], look_up: Any) -> Any:
+def _or_problems(problems: list[Problem], look_up: Any) -> Any:
     """What ``look_up`` returns; None where it raises InputError, whose problems are added."""
     try:
         return look_up()
@@ -169,7 +221,7 @@ def or_problems(problems: list[Problem], look_up: Any) -> Any:
         return None
 
 
-def card_and_ceiling(request: PlanRequest, device: DeviceFacts | None) -> tuple[Card, int, list[Reason]]:
+def _card(request: PlanRequest, device: DeviceFacts | None) -> tuple[Card, int, list[Reason]]:
     """The card, the ceiling on it in bytes, and why both."""
     if device is not None:
         from planner.hardware import card_of_device

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.config import C, TrainingConfig
+from planner.budget import Memory
+from planner.config import C, Config, TrainingConfig
 from planner.levers import LEVERS, conflict
 from planner.measure.protocol import Measurement
 from planner.plans import MEMORY_COLUMNS, Reason
@@ -13,6 +14,7 @@ from planner.request import PlanRequest
 from planner.search import SearchResult, Trial
 from planner.simulation import Simulator
 from planner.space import Space, effective_batch_size
+from planner.timing import Time
 from planner.units import format_bytes
 
 ALTERNATIVES = 3
@@ -83,11 +85,9 @@ def _without_it(config: TrainingConfig, result: SearchResult) -> str:
 
 
 def _batch_reason(config: TrainingConfig, result: SearchResult) -> str:
-    larger = [
-        t
-        for t in result.trials
-        if _structure(t.config) == _structure(config) and t.config.micro_batch_size > config.micro_batch_size
-    ]
+    own = structure(config, _STRUCTURE)
+    alike = (trial for trial in result.trials if structure(trial.config, _STRUCTURE) == own)
+    larger = [trial for trial in alike if trial.config.micro_batch_size > config.micro_batch_size]
     if not larger:
         return "the whole effective batch at once"
     if all(t.status in ("exceeds", "oom") for t in larger):
@@ -113,24 +113,26 @@ def _method_reason(config: TrainingConfig, request: PlanRequest, space: Space) -
     return given_up[config.method] + lever.explain(config.method, space.context)
 
 
-def _structure(config: TrainingConfig) -> tuple[Any, ...]:
-    return tuple(getattr(config, name) for name in _STRUCTURE)
+def structure(config: Config, fields: Sequence[str]) -> tuple[Any, ...]:
+    """What two configurations that differ by their batch alone have in common."""
+    return tuple(getattr(config, name) for name in fields)
 
 
-def alternatives_of(best: Trial, result: SearchResult) -> list[dict[str, Any]]:
+def alternatives_of(
+    best: Trial[C], result: SearchResult[C], fields: Sequence[str] = _STRUCTURE
+) -> list[dict[str, Any]]:
     """The fastest configurations with another structure than the chosen one, one for each structure."""
-    seen = {_structure(best.config)}
+    seen = {structure(best.config, fields)}
     rows: list[dict[str, Any]] = []
     for trial in result.fitting:
-        if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
-            continue
-        seen.add(_structure(trial.config))
-        rows.append(alternative(trial, best))
+        own = structure(trial.config, fields)
+        if own not in seen and len(rows) < ALTERNATIVES:
+            seen.add(own)
+            rows.append(_alternative(trial, best))
     return rows
 
 
-def alternative(trial: Trial[C], best: Trial[C]) -> dict[str, Any]:
-    """A configuration beside the chosen one: memory, speed, and what is worse about it."""
+def _alternative(trial: Trial[C], best: Trial[C]) -> dict[str, Any]:
     need, best_need, time, best_time = _two_steps(trial), _two_steps(best), trial.best_time, best.best_time
     assert time and best_time
     slower = best_time.tokens_per_s / time.tokens_per_s - 1
@@ -177,39 +179,46 @@ def _is_shown(value: str, simulator: Simulator) -> bool:
 
 
 def _lever_row(field: str, value: str, reason: str, chosen: TrainingConfig, simulator: Simulator) -> dict[str, Any]:
-    config = chosen.model_copy(update={field: value})
-    memory, time = simulator.memory_of_budget(config), simulator.time(config)
+    changed = chosen.model_copy(update={field: value})
+    change = f"{getattr(chosen, field)} -> {value}"
+    answers = ((simulator.memory_of_budget(config), simulator.time(config)) for config in (chosen, changed))
+    return lever_row(field, change, reason, *answers)
+
+
+def lever_row(
+    field: str, change: str, reason: str, chosen: tuple[Memory, Time], changed: tuple[Memory, Time]
+) -> dict[str, Any]:
+    """What one change of one lever would buy: the row that people read."""
+    memory, time = changed
     return {
         "lever": field,
-        "change": f"{getattr(chosen, field)} -> {value}",
-        "saves_bytes": simulator.memory_of_budget(chosen).total_bytes - memory.total_bytes,
-        "speed_ratio": time.tokens_per_s / simulator.time(chosen).tokens_per_s,
+        "change": change,
+        "saves_bytes": chosen[0].total_bytes - memory.total_bytes,
+        "speed_ratio": time.tokens_per_s / chosen[1].tokens_per_s,
         "reason": reason if memory.fits else f"does not fit; {reason}",
     }
 
 
-def trial_rows(result: SearchResult) -> list[dict[str, Any]]:
+def trial_rows(result: SearchResult[C]) -> list[dict[str, Any]]:
     """The rows of trials.csv: every configuration looked at, best first."""
     order = {"fits": 0, "oom": 1, "error": 2, "exceeds": 3, "pruned": 4}
-    fitting = result.fitting
-    others = sorted((t for t in result.trials if t.status != "fits"), key=lambda t: order[t.status])
-    return [_trial_row(trial) for trial in (*fitting, *others)]
+    others: list[Trial[C]] = [trial for trial in result.trials if trial.status != "fits"]
+    ordered: list[Trial[C]] = result.fitting + sorted(others, key=lambda trial: order[trial.status])
+    return [
+        {**_fields(trial.config), **_predicted_and_measured(trial), "status": trial.status, "reason": trial.reason}
+        for trial in ordered
+    ]
 
 
-def _trial_row(trial: Trial) -> dict[str, Any]:
-    fields = trial.config.model_dump(mode="json")
-    lora = fields.pop("lora")
-    return {
-        **fields,
-        "lora_r": lora["r"] if lora else "",
-        **predicted_and_measured(trial),
-        "status": trial.status,
-        "reason": trial.reason,
-    }
+def _fields(config: Config) -> dict[str, Any]:
+    fields = config.model_dump(mode="json")
+    if "lora" in fields:
+        lora = fields.pop("lora")
+        fields["lora_r"] = lora["r"] if lora else ""
+    return fields
 
 
-def predicted_and_measured(trial: Trial[C]) -> dict[str, Any]:
-    """The columns of trials.csv that say what was predicted and measured; blank where nothing was."""
+def _predicted_and_measured(trial: Trial[C]) -> dict[str, Any]:
     # a lower bound that is over the ceiling is no prediction: the reason tells it
     predicted = trial.memory if trial.measured else trial.known  # the whole run of what was measured is its own
     memory, time = predicted if predicted and predicted.breakdown else None, trial.time

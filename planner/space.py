@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic
 
-from planner.config import LoraSettings, TrainingConfig
+from planner.config import C, LoraSettings, TrainingConfig
 from planner.errors import InputError, Problem
 from planner.levers import LEVERS, Choice, Context, conflict
 from planner.request import PlanRequest
@@ -21,37 +23,53 @@ RUNGS = ("full", "lora", "qlora")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
-    """The values that each field of the configuration may take, for one rung of the ladder."""
+class SpaceOf(Generic[C]):
+    """Fields of a kind of configuration with the values that each may take."""
 
-    context: Context
-    """What the choices depended on."""
-    seq_len: int
-    """Longest sequence, in tokens."""
     values: Mapping[str, Sequence[str]]
     """Configuration field to its values, in the levers' order."""
 
     @property
     def size(self) -> int:
         """Number of configurations."""
-        count = 1
-        for options in self.values.values():
-            count *= len(options)
-        return count
+        return math.prod(map(len, self.values.values()))
 
-    def configurations(self) -> Iterator[TrainingConfig]:
+    def configurations(self) -> Iterator[C]:
         """Every configuration."""
-        for combination in product(*self.values.values()):
-            yield self.configuration(dict(zip(self.values, combination, strict=True)))
+        return map(self.configuration, _combinations(self.values))
+
+    def configuration(self, chosen: Mapping[str, str]) -> C:
+        """The configuration with these values."""
+        raise NotImplementedError
+
+    def smallest(self) -> Iterator[dict[str, str]]:
+        """The values of every configuration of the two smallest micro-batches.
+
+        Two sequences before one: they need no less, and where one is a kind apart it isn't recorded unless it must be.
+        """
+        sizes = sorted(self.values["micro_batch_size"], key=int)[1::-1]
+        return _combinations({**self.values, "micro_batch_size": sizes})
+
+
+def _combinations(values: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
+    return (dict(zip(values, combination, strict=True)) for combination in product(*values.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space(SpaceOf[TrainingConfig]):
+    """The values that each field of the configuration may take, for one rung of the ladder."""
+
+    context: Context
+    """What the choices depended on."""
+    seq_len: int
+    """Longest sequence, in tokens."""
 
     def least(self) -> Iterator[dict[str, str]]:
         """The values of every possible configuration than which no other claims to need less memory.
 
-        At the smallest micro-batches, two sequences before one. What fits nowhere among these fits nowhere.
+        At the smallest micro-batches. What fits nowhere among these fits nowhere.
         """
-        smallest = sorted(self.values["micro_batch_size"], key=int)[1::-1]
-        for combination in product(*({**self.values, "micro_batch_size": smallest}).values()):
-            chosen = dict(zip(self.values, combination, strict=True))
+        for chosen in self.smallest():
             if self._is_possible(chosen) and not any(map(self._is_possible, self._below(chosen))):
                 yield chosen
 

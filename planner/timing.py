@@ -289,34 +289,43 @@ def step_time(
     micro_batches, tensors = config.gradient_accumulation_steps, len(step.template.gradients)
     launches, together_s = operators.launch_seconds(reached), 0.0
     if config.gpus > 1:
-        together_s = together_seconds(
-            config,
-            step.template.ops,
-            step.ops_at(shape)[1],
-            (kernels, launches),
-            gradient_bytes=parameter_bytes(config) * trainable_parameters,
-            bytes_per_s=card.link_bytes_per_s * reached.pcie_fraction,
-        )
+        moved = step.ops_at(shape)[1]
+        together_s = _together_seconds(config, step, moved, (kernels, launches), card, trainable_parameters, reached)
         tensors = len(trained_tensors(model.update))
         trainable_parameters = _own_parameters(config, trainable_parameters)
-    one_pass = Pass.of(kernels, launches)
-    passes_s = _passes_seconds(one_pass, config, card, trainable_parameters, reached) + together_s
+    passes_s = _passes_seconds(Pass.of(kernels, launches), config, card, trainable_parameters, reached) + together_s
     if model.contrast is not None:
         passes_s += _contrast_seconds(model, step, shape, config, card, tf32=tf32, reached=reached)
-    update_s = update_seconds(
-        config,
-        card,
-        trainable_parameters=trainable_parameters,
-        trainable_tensors=tensors,
-        reached=reached,
-        bytes_on_card=bytes_outside_layers(model.update) if config.offload == "parameters" else 0,
-    )
+    on_card = bytes_outside_layers(model.update) if config.offload == "parameters" else 0
+    sizes = {"trainable_parameters": trainable_parameters, "trainable_tensors": tensors, "bytes_on_card": on_card}
+    update_s = update_seconds(config, card, reached=reached, **sizes)
     step_s = passes_s + update_s
+    tokens = config.gpus * config.micro_batch_size * micro_batches * tokens_per_sequence
     return Time(
         step_ms=step_s * 1e3,
         micro_batch_ms=passes_s / micro_batches * 1e3,
         update_ms=update_s * 1e3,
-        tokens_per_s=config.gpus * config.micro_batch_size * micro_batches * tokens_per_sequence / step_s,
+        tokens_per_s=tokens / step_s,
+    )
+
+
+def _together_seconds(
+    config: TrainingConfig,
+    step: StepModel,
+    moved_bytes: Amounts,
+    own: tuple[Seconds, Seconds],
+    card: Card,
+    trainable_parameters: int,
+    reached: Achievable,
+) -> float:
+    """What several cards wait for each other; ``own`` are kernels and launches of one of them."""
+    return together_seconds(
+        config,
+        step.template.ops,
+        moved_bytes,
+        own,
+        gradient_bytes=parameter_bytes(config) * trainable_parameters,
+        bytes_per_s=card.link_bytes_per_s * reached.pcie_fraction,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planner.config import C, LoraSettings, TrainingConfig
 from planner.errors import NothingFitsError
@@ -14,32 +14,44 @@ from planner.simulation import OnCard, Simulator
 from planner.space import Space, rungs
 from planner.units import GIB, MIB, format_bytes, round_up
 from planner.whole_run import whole_run
+from planner.workload import Workload
 
 
 def nothing_fits(request: PlanRequest, simulator: Simulator, space: Space, result: SearchResult) -> NothingFitsError:
     """The error that says what would fit."""
     closest = result.closest(simulator)
     if closest is None:  # offloading was asked for, and the host is too small for any configuration
-        raise NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
+        return NothingFitsError(f"nothing fits: {result.trials[0].reason}", smallest_vram_bytes=0)
+    remedies = [*_remedies(request, simulator, closest), *_with_more_host_memory(simulator, result)]
+    tried = f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})"
+    return too_large(closest, simulator, simulator.workload, space.seq_len, _describe(closest.config), tried, remedies)
+
+
+def too_large(
+    closest: Trial[C],
+    simulator: OnCard,
+    workload: Workload,
+    seq_len: int,
+    described: str,
+    tried: str,
+    remedies: Iterable[str],
+) -> NothingFitsError:
+    """The error for what needs least and doesn't fit; ``tried`` is said after its need, ``remedies`` a line each."""
     assert closest.known is not None
-    smallest = smallest_label_bytes(closest, simulator)
+    smallest = _smallest_label_bytes(closest, simulator)
     over = closest.known.total_bytes - closest.known.ceiling_bytes
     lines = [
-        f"nothing fits: {simulator.workload.spec.model_id} at {space.seq_len} tokens in "
+        f"nothing fits: {workload.spec.model_id} at {seq_len} tokens in "
         f"{format_bytes(simulator.ceiling_bytes)} ({simulator.card.name})",
-        f"closest: {_describe(closest.config)} needs {format_bytes(closest.known.total_bytes)}, "
-        f"{format_bytes(max(over, 0))} too much"
-        + (f"; {closest.reason}" if over <= 0 else "")
-        + f" (tried: {', '.join(dict.fromkeys(t.config.method for t in result.trials))})",
-        would_do(smallest, on_cpu=simulator.card.kind == "cpu"),
-        *_remedies(request, simulator, closest),
-        *_with_more_host_memory(simulator, result),
+        f"closest: {described} needs {format_bytes(closest.known.total_bytes)}, "
+        f"{format_bytes(max(over, 0))} too much" + (f"; {closest.reason}" if over <= 0 else "") + tried,
+        _would_do(smallest, on_cpu=simulator.card.kind == "cpu"),
+        *remedies,
     ]
     return NothingFitsError("\n".join(lines), smallest_vram_bytes=smallest, closest=closest.config)
 
 
-def would_do(smallest_bytes: int, *, on_cpu: bool) -> str:
-    """The line that says which card is large enough."""
+def _would_do(smallest_bytes: int, *, on_cpu: bool) -> str:
     if on_cpu:
         return f"smallest ceiling that would do: --vram {smallest_bytes // MIB}MB"
     return f"smallest card that would do: --vram {smallest_bytes // GIB}GB"
@@ -52,7 +64,7 @@ def _describe(config: TrainingConfig) -> str:
     return f"{', '.join(parts)}, micro-batch {config.micro_batch_size}"
 
 
-def smallest_label_bytes(closest: Trial[C], simulator: OnCard) -> int:
+def _smallest_label_bytes(closest: Trial[C], simulator: OnCard) -> int:
     """The smallest label whose typical card reports enough, as ``--vram`` alone would take it; else the need."""
     assert closest.known is not None
     need = closest.known.total_bytes

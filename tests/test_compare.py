@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from inference_scripts import make_inference_plan
 from scipy import stats
 
-from planner import InputError, TrialError, agreement, cli, compare
+from planner import InputError, TrialError, cli, compare
+from planner.comparison import agreement
+from planner.comparison.sample import truth_of
 from planner.emit import render_files
-from planner.sample import truth_of
 
 FINITE = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 SCRIPT = """

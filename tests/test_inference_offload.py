@@ -11,13 +11,14 @@ from test_repetition import BERT, LLAMA, T5
 
 from planner.achievable import achievable
 from planner.config import InferenceConfig
-from planner.hardware import HostRates, find_card
+from planner.hardware import find_card
 from planner.inference import offload
 from planner.inference.source import InferenceSource
 from planner.inference.streaming_time import (
     DRIVER_CALL_US,
     HOOK_US,
     SLOW_DRIVER_CALL_US,
+    HostRates,
     StreamingTime,
     emptied,
     streaming_time,

@@ -143,15 +143,12 @@ def generate_watched(
             recorder.phase(CHOSEN.format(count - 1), category=ACTIVATIONS)
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    handles = [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
-    try:
-        with warnings.catch_warnings(), streams(recorder), answers, torch.no_grad(), suppress(_EnoughError):
-            warnings.simplefilter("ignore")
+    hooks = model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)
+    with hooks[0], hooks[1], warnings.catch_warnings(), streams(recorder), answers, torch.no_grad():
+        warnings.simplefilter("ignore")
+        with suppress(_EnoughError):
             model.generate(**inputs, generation_config=settings, stopping_criteria=[Chosen()])
             _end(recorder)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _end(recorder: Recorder) -> None:

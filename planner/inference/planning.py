@@ -19,6 +19,7 @@ from planner.inference.space import InferenceSpace, conflict
 from planner.inference.unfitting import nothing_fits
 from planner.plans import Plan, Reason
 from planner.progress import Progress
+from planner.report import alternatives_of, trial_rows
 from planner.timing import InferenceTime
 
 
@@ -30,7 +31,7 @@ def plan_inference(question: InferenceQuestion, progress: Progress) -> Plan[Infe
     space, result = search_ladder(question, progress.phase, prove, seed=request.seed, **limits)
     best = result.best
     if best is None:
-        raise nothing_fits(question, space, result)
+        raise nothing_fits(question, result)
     progress.phase("writing the plan up")
     return _plan_of(best, question, space, result)
 
@@ -64,10 +65,10 @@ def _plan_of(
             *report.reasons_of(best.config, question, space),
             *report.bounds_of(best.config, simulator),
         ],
-        alternatives=report.alternatives_of(best, result),
+        alternatives=alternatives_of(best, result, report.STRUCTURE),
         levers=report.lever_rows(best, space, simulator),
         versions=library_versions(),
-        trial_rows=report.trial_rows(result),
+        trial_rows=trial_rows(result),
         memory_rows=report.memory_rows(best.config, simulator),
         search={} if question.device is None else result.as_dict(),
     )

@@ -20,6 +20,7 @@ from planner.inference.simulation import InferenceSimulator
 from planner.inference.space import InferenceSpace
 from planner.inference.timing import seconds_over, typical_shape
 from planner.measure.protocol import Measurement, TrialSpec
+from planner.measure.runner import TrialRunner
 from planner.measured_search import candidates_of, measured_search
 from planner.measurements import MeasurementStore, digest, workload_key
 from planner.memory.polynomials import Shape
@@ -139,16 +140,12 @@ def prove(
     candidates, left_out = worth_measuring(found)
     store: MeasurementStore[InferenceConfig] = MeasurementStore(key)
     with trial_runner(request, device.device) as runner:
-
-        def measure(config: InferenceConfig) -> Measurement:
-            return at_planned_lengths(runner.run(trial_spec(question, config)), simulator, config)
-
         result = measured_search(
             _MadeSpace.of(space, simulated),
             simulated,
             candidates,
             target,
-            measure=measure,
+            measure=partial(_measured, runner, question),
             store=store,
             study=_study(question, space, target, limit_s=runner.limits.timeout_s),
             exact_ceiling=lambda config: cap_bytes(question, config),
@@ -161,6 +158,10 @@ def prove(
     looked_at = [_left_out(trial, left_out) for trial in result.trials]
     result.trials = [_with_run(trial, simulator) for trial in looked_at]
     return result
+
+
+def _measured(runner: TrialRunner, question: InferenceQuestion, config: InferenceConfig) -> Measurement:
+    return at_planned_lengths(runner.run(trial_spec(question, config)), question.simulator, config)
 
 
 def worth_measuring(

@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from planner.contradictions import contradictions
-from planner.errors import InputError, Problem
+from planner.errors import Problem
 from planner.hardware import Card
 from planner.inference.levers import InferenceContext
 from planner.inference.simulation import InferenceSimulator
 from planner.inference.space import InferenceSpace, spaces
 from planner.inference.workload import DEFAULT_MAX_NEW_TOKENS, InferenceWorkload
-from planner.lengths import read_counts
 from planner.measure.protocol import DeviceFacts
 from planner.measurements import device_key
-from planner.models import ModelSpec, default_seq_len, resolve_model
+from planner.models import ModelSpec, default_seq_len
 from planner.plans import Reason
-from planner.question import card_and_ceiling, lengths_of, on_card, or_problems, position_problems, read_data
+from planner.question import look_up_names, position_problems
 from planner.request import PlanRequest
-from planner.tasks import INFERENCE_TASKS, TASK_FACTS, LongTexts, facts_for
+from planner.tasks import INFERENCE_TASKS, TASK_FACTS, LongTexts
 
 if TYPE_CHECKING:
     from planner.data.deciding import Decided
@@ -100,35 +99,20 @@ def look_up(
 
     Raises InputError with all problems at once.
     """
-    problems: list[Problem] = []
-    spec = or_problems(
-        problems, lambda: resolve_model(request.model, trust_remote_code=request.trust_remote_code, task=request.task)
+    names = look_up_names(request, device, progress, _task_problems)
+    seq_len, new_tokens, more = _shape(request, names.spec, names.task, names.data)
+    workload = InferenceWorkload(
+        spec=names.spec, task=names.task, num_labels=request.num_labels, max_new_tokens=new_tokens
     )
-    found = or_problems(problems, lambda: card_and_ceiling(request, device))
-    counts = or_problems(problems, lambda: read_counts(request.lengths)) if request.lengths else None
-    if spec is not None:
-        problems += _task_problems(request, spec)
-    data = None
-    if spec is not None and request.data is not None and not problems:
-        data = or_problems(problems, lambda: read_data(request, spec, progress))
-    if problems or spec is None or found is None:
-        raise InputError(problems)
-    card, ceiling, reasons = found
-    task = request.task or spec.default_task
-    seq_len, max_new_tokens, more = _shape(request, spec, task, data)
-    usual = facts_for(task, "infer").long_texts[0]
-    long_texts = data.long_texts if data is not None else request.long_texts or usual
-    lengths = lengths_of(counts, data, long_texts, seq_len)
-    workload = InferenceWorkload(spec=spec, task=task, num_labels=request.num_labels, max_new_tokens=max_new_tokens)
     return InferenceQuestion(
         request=request,
-        card=card,
+        card=names.card,
         seq_len=seq_len,
-        simulator=InferenceSimulator(workload, card, seq_len=seq_len, **on_card(request, device, ceiling, lengths)),
-        reasons=[*reasons, *more],
+        simulator=InferenceSimulator(workload, names.card, seq_len=seq_len, **names.on_card(seq_len)),
+        reasons=[*names.reasons, *more],
         device=device,
-        data=data,
-        long_texts=long_texts,
+        data=names.data,
+        long_texts=names.long_texts,
     )
 
 

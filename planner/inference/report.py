@@ -8,11 +8,11 @@ from typing import Any
 from planner.config import InferenceConfig
 from planner.inference.levers import LEVERS
 from planner.inference.question import InferenceQuestion
-from planner.inference.search import InferenceResult, InferenceTrial
-from planner.inference.simulation import InferenceSimulator
+from planner.inference.search import InferenceTrial
+from planner.inference.simulation import PREFIXES_KEPT, InferenceSimulator
 from planner.inference.space import InferenceSpace, conflict
 from planner.plans import MEMORY_COLUMNS, Reason
-from planner.report import ALTERNATIVES, LENGTHS, alternative, predicted_and_measured
+from planner.report import LENGTHS, lever_row
 from planner.units import format_bytes
 
 STRUCTURE = ("precision", "quantization", "attention", "offload", "kv_cache", "prefill_chunk_tokens")
@@ -54,9 +54,7 @@ def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: Infe
         yield Reason(
             field="prefix_tokens", value=config.prefix_tokens, reason="as asked for: computed once, and copied"
         )
-        kept = "room for the keys and values of so many beginnings; beyond it the least recently used go"
-        count = config.prefix_cache_bytes // max(1, question.simulator.cache_bytes(config, 1, config.prefix_tokens))
-        reason = kept.replace("so many", str(count))
+        reason = f"room for the keys and values of {PREFIXES_KEPT} beginnings; beyond it the least recently used go"
         yield Reason(field="prefix_cache_bytes", value=config.prefix_cache_bytes, reason=reason)
     if config.max_sequences is not None:
         yield Reason(field="max_sequences", value=config.max_sequences, reason="as many as there are at once")
@@ -78,34 +76,19 @@ def _resized(config: InferenceConfig, size: int) -> InferenceConfig:
     return config.model_copy(update={"micro_batch_size": size, "max_tokens_per_micro_batch": tokens})
 
 
-def _structure(config: InferenceConfig) -> tuple[Any, ...]:
-    return tuple(getattr(config, name) for name in STRUCTURE)
-
-
-def alternatives_of(best: InferenceTrial, result: InferenceResult) -> list[dict[str, Any]]:
-    """The fastest configurations with another structure than the chosen one, one for each structure."""
-    seen = {_structure(best.config)}
-    rows: list[dict[str, Any]] = []
-    for trial in result.fitting:
-        if _structure(trial.config) in seen or len(rows) == ALTERNATIVES:
-            continue
-        seen.add(_structure(trial.config))
-        rows.append(alternative(trial, best))
-    return rows
-
-
 def lever_rows(best: InferenceTrial, space: InferenceSpace, simulator: InferenceSimulator) -> list[dict[str, Any]]:
     """What one change of one lever would buy from the chosen configuration, at its batch."""
-    rows = []
+    rows, chosen = [], (simulator.memory_of_budget(best.config), simulator.time(best.config))
     for lever in LEVERS:
         if lever.field in ("micro_batch_size", "prefill_chunk_tokens"):
             continue
-        chosen = str(getattr(best.config, lever.field))
+        value = str(getattr(best.config, lever.field))
         for choice in lever.choices(space.context):
             shown = choice.swept or choice.value in _SHOWN_QUANTIZED[simulator.card.kind]
             config = best.config.model_copy(update=_change(lever.field, choice.value))
-            if choice.valid and shown and choice.value != chosen and not conflict(config):
-                rows.append(_lever_row(lever.field, choice.value, choice.reason, best.config, config, simulator))
+            if choice.valid and shown and choice.value != value and not conflict(config):
+                changed = (simulator.memory_of_budget(config), simulator.time(simulator.settled(config)))
+                rows.append(lever_row(lever.field, f"{value} -> {choice.value}", choice.reason, chosen, changed))
     return rows
 
 
@@ -113,39 +96,6 @@ def _change(field: str, value: str) -> dict[str, Any]:
     """One value changed; quantized weights are small enough to stay."""
     stays = {"offload": "none", "layers_on_card": None}
     return {field: value, **(stays if field == "quantization" or (field, value) == ("offload", "none") else {})}
-
-
-def _lever_row(
-    field: str,
-    value: str,
-    reason: str,
-    chosen: InferenceConfig,
-    config: InferenceConfig,
-    simulator: InferenceSimulator,
-) -> dict[str, Any]:
-    memory, time = simulator.memory_of_budget(config), simulator.time(simulator.settled(config))
-    return {
-        "lever": field,
-        "change": f"{getattr(chosen, field)} -> {value}",
-        "saves_bytes": simulator.memory_of_budget(chosen).total_bytes - memory.total_bytes,
-        "speed_ratio": time.tokens_per_s / simulator.time(chosen).tokens_per_s,
-        "reason": reason if memory.fits else f"does not fit; {reason}",
-    }
-
-
-def trial_rows(result: InferenceResult) -> list[dict[str, Any]]:
-    """The rows of trials.csv: every configuration looked at, best first."""
-    order = {"fits": 0, "oom": 1, "error": 2, "exceeds": 3, "pruned": 4}
-    others = sorted((t for t in result.trials if t.status != "fits"), key=lambda t: order[t.status])
-    return [
-        {
-            **trial.config.model_dump(mode="json"),
-            **predicted_and_measured(trial),
-            "status": trial.status,
-            "reason": trial.reason,
-        }
-        for trial in (*result.fitting, *others)
-    ]
 
 
 def memory_rows(config: InferenceConfig, simulator: InferenceSimulator) -> list[dict[str, Any]]:

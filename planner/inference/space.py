@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from planner.config import InferenceConfig
 from planner.errors import InputError, Problem
@@ -12,7 +11,7 @@ from planner.inference import offload
 from planner.inference.levers import LEVERS, InferenceContext
 from planner.levers import attention
 from planner.request import PlanRequest
-from planner.space import refusals
+from planner.space import SpaceOf, refusals
 
 RUNGS: dict[str, tuple[str, ...]] = {
     "whole": (),
@@ -27,15 +26,13 @@ INSTEAD = ("offload", "quantization")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceSpace:
+class InferenceSpace(SpaceOf[InferenceConfig]):
     """The values that each field of the configuration may take, for one rung."""
 
     rung: str
     """One of RUNGS."""
     context: InferenceContext
     """What the choices depended on."""
-    values: Mapping[str, Sequence[str]]
-    """Configuration field to its values, in the levers' order."""
     max_new_tokens: int = 0
     """Tokens written for each request, at most."""
     max_tokens: int | None = None
@@ -43,26 +40,9 @@ class InferenceSpace:
     prefix_tokens: int = 0
     """Tokens at the beginning of prompts that requests share."""
 
-    @property
-    def size(self) -> int:
-        """Number of configurations."""
-        count = 1
-        for options in self.values.values():
-            count *= len(options)
-        return count
-
-    def configurations(self) -> Iterator[InferenceConfig]:
-        """Every configuration."""
-        for combination in product(*self.values.values()):
-            yield self.configuration(dict(zip(self.values, combination, strict=True)))
-
     def least(self) -> Iterator[dict[str, str]]:
-        """The values of every configuration of the smallest batch."""
-        smallest = sorted(self.values["micro_batch_size"], key=int)[
-            1::-1
-        ]  # two sequences before one: one is a kind apart
-        for combination in product(*({**self.values, "micro_batch_size": smallest}).values()):
-            yield dict(zip(self.values, combination, strict=True))
+        """The values of every configuration of the smallest batches."""
+        return self.smallest()
 
     def configuration(self, chosen: Mapping[str, str]) -> InferenceConfig:
         """The configuration with these values; where layers are offloaded, which of them isn't decided here."""

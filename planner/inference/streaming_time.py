@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.achievable import Achievable, reached_on
-from planner.hardware import Card, HostRates
+from planner.hardware import Card
 from planner.host_memory import TO_CARD
 from planner.inference.timing import without_gradients
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
@@ -43,6 +43,23 @@ DRIVER_CALL_US = 100.0
 management overhead)."""
 SLOW_DRIVER_CALL_US = 1000.0
 """The same on a slow host: assumed, ten times as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """How fast a machine's weights get on their way to its card: assumptions, to be replaced by who knows better."""
+
+    copy_bytes_per_s: float = 10e9
+    """Of one thread that copies in host memory: "a single-threaded host memcpy runs at roughly 10 GB/s" (docs.rs,
+    oxicuda-memory 0.5.5, staging)."""
+    mapped_file_bytes_per_s: float = 1e9
+    """Of copies to the card from a mapped file that isn't in the page cache, which wait for one page fault after
+    another: "~1 GB/s (from an SSD that has ~7 GB/s read speed)" (pytorch/pytorch#117805, safetensors)."""
+    touched_file_bytes_per_s: float = 5e9
+    """The same where the CPU's threads read it: "when the tensors loaded from the file are used by the CPU, we get
+    fairly good load performance (~5 GB/s)", on that disk."""
+    slow_disk_bytes_per_s: float = 0.55e9
+    """Of a disk on SATA, whose link has 600 MB/s: what a file is read at from a slower disk than that one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from planner.measure import nvml
 from planner.measure.protocol import DEVICE_ERROR, ERROR, HOST_OOM, OOM, TrialSpec
 from planner.recording.kernels import Target
 from planner.recording.record import ACTIVATIONS, OPTIMIZER, PARAMETERS, TEMPORARIES, Recording
@@ -300,7 +300,7 @@ class CudaBackend(Backend):
 
     def start(self, spec: TrialSpec) -> str:
         """What the card holds before this process has its context is others'."""
-        before = free_bytes(self.device)
+        before = nvml.free_bytes(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_device(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)  # makes the context
@@ -342,7 +342,7 @@ class CudaBackend(Backend):
 
     def process_bytes(self) -> int:
         """NVML's figure for this process where it knows its number (in a container it often doesn't)."""
-        return _process_bytes(self.device) or max(0, self._most_used - self._others)
+        return nvml.process_bytes(self.device) or max(0, self._most_used - self._others)
 
     def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -371,34 +371,3 @@ class CudaBackend(Backend):
             # the caching allocator raises OutOfMemoryError: this one is of pinned memory (cudaHostAlloc)
             return HOST_OOM if "out of memory" in text else DEVICE_ERROR
         return ERROR
-
-
-@contextmanager
-def nvml(device: torch.device) -> Iterator[Any]:
-    """The module and the card's handle; None for both where NVML isn't there."""
-    try:
-        import pynvml  # type: ignore[import-not-found,unused-ignore]
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(device))
-    except Exception:  # no package, no library, a card that it doesn't list (MIG): there are other ways to know
-        yield None, None
-        return
-    try:
-        yield pynvml, handle
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """What the driver says that nobody holds, asked without making a context; None where NVML isn't there."""
-    with nvml(device) as (module, handle):
-        return None if module is None else int(module.nvmlDeviceGetMemoryInfo(handle).free)
-
-
-def _process_bytes(device: torch.device) -> int | None:
-    with nvml(device) as (module, handle):
-        if module is None:
-            return None
-        own = [p for p in module.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-        return int(own[0].usedGpuMemory) if own and own[0].usedGpuMemory else None

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from planner.config import TrainingConfig
 from planner.levers.optimizer import make_optimizer
-from planner.measure.backends import free_bytes, generic_step, nvml
+from planner.measure import nvml
+from planner.measure.backends import generic_step
 from planner.measure.protocol import DeviceFacts
 from planner.models import resolve_model
 from planner.recording.record import ACTIVATIONS
@@ -214,7 +215,7 @@ def _probe_cuda(device: torch.device) -> DeviceFacts:
     device = torch.device("cuda", device.index or 0)
     properties = torch.cuda.get_device_properties(device)
     total = int(properties.total_memory)
-    before = free_bytes(device)
+    before = nvml.free_bytes(device)
     generic_step(device)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -259,5 +260,5 @@ def cuda_notes(name: str, others_bytes: int, *, known: bool) -> Iterator[str]:
 
 def driver_version(device: torch.device) -> str:
     """NVML's, as nvidia-smi shows it; empty where NVML isn't there."""
-    with nvml(device) as (module, _):
+    with nvml.card(device) as (module, _):
         return "" if module is None else str(module.nvmlSystemGetDriverVersion())

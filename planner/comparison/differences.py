@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner import agreement
-from planner.agreement import Agreement
-from planner.sample import Sample, truth_of
+from planner.comparison import agreement
+from planner.comparison.agreement import Agreement
+from planner.comparison.sample import Sample, truth_of
 from planner.tasks import TASK_FACTS
 
 Rows = list[dict[str, Any]]

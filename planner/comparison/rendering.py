@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.comparing import Comparison
+from planner.comparison.comparing import Comparison
 from planner.render import make_console
 from planner.tables import plain_table
 from planner.units import format_bytes

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from planner.agreement import Agreement
-from planner.answering import Run, run_script
-from planner.differences import Pair, agree
+from planner.comparison.agreement import Agreement
+from planner.comparison.answering import Run, run_script
+from planner.comparison.differences import Pair, agree
+from planner.comparison.sample import Sample, read_sample_of
 from planner.errors import InputError, Problem, TrialError
 from planner.places import snapshot_problems
 from planner.plans import read_document
 from planner.progress import NoProgress, Progress
-from planner.sample import Sample, read_sample_of
 from planner.tasks import TASK_FACTS
 from planner.units import shown
 
@@ -98,20 +98,36 @@ def compare(
     rows, agreement = agree(document, pairs, sample)
     if out is not None:
         _write(rows, Path(out))
-    workload = document["workload"]
+    found = _Found(sample=sample, runs=(ours, theirs), pairs=pairs, rows=tuple(rows), agreement=agreement)
+    return _comparison(str(plan), document, device, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What both runs came to."""
+
+    sample: Sample
+    runs: tuple[Run, Run]
+    pairs: Sequence[Pair]
+    rows: tuple[dict[str, Any], ...]
+    agreement: Agreement
+
+
+def _comparison(plan: str, document: Mapping[str, Any], device: str, found: _Found) -> Comparison:
+    sample, (ours, theirs) = found.sample, found.runs
     return Comparison(
-        plan=str(plan),
-        model=workload["model"],
-        task=workload["task"],
+        plan=plan,
+        model=document["workload"]["model"],
+        task=document["workload"]["task"],
         device=device,
         changes=changes(document["config"]),
         notes=tuple(_notes(document, device, sample)),
-        rows_compared=len(pairs),
-        rows_left_out=sample.unreadable + len(sample.rows) - len(pairs),
-        agreement=agreement,
+        rows_compared=len(found.pairs),
+        rows_left_out=sample.unreadable + len(sample.rows) - len(found.pairs),
+        agreement=found.agreement,
         plan_run=ours,
         baseline_run=theirs,
-        rows=tuple(rows),
+        rows=found.rows,
     )
 
 

@@ -1,0 +1,1 @@
+"""What a plan changes, shown on the user's own texts: ``plan compare``."""
