@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -95,8 +95,8 @@ def measured_time(predicted: InferenceTime, measured: Measurement) -> InferenceT
     found = {"step_ms": measured.step_ms, "micro_batch_ms": measured.step_ms, "tokens_per_s": measured.tokens_per_s}
     found["sequences_per_s"] = predicted.sequences_per_s * measured.tokens_per_s / predicted.tokens_per_s
     if measured.prefill_ms and predicted.prefill_ms and predicted.prefill_tokens_per_s:
-        found["prefill_ms"] = prefill_ms = median(measured.prefill_ms)
-        found["prefill_tokens_per_s"] = predicted.prefill_tokens_per_s * predicted.prefill_ms / prefill_ms
+        found["prefill_ms"] = measured.prefill_ms
+        found["prefill_tokens_per_s"] = predicted.prefill_tokens_per_s * predicted.prefill_ms / measured.prefill_ms
     if measured.token_ms and predicted.decode_ms_per_token and predicted.decode_tokens_per_s:
         found["decode_ms_per_token"] = token_ms = fmean(measured.token_ms)
         found["decode_tokens_per_s"] = predicted.decode_tokens_per_s * predicted.decode_ms_per_token / token_ms

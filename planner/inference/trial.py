@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -140,27 +140,24 @@ class InferenceCourse(Course):
     def _time(self) -> None:
         self.backend.synchronize()
         gc.collect()
-        generates = self.workload.facts.generates
+        generates, clocks = self.workload.facts.generates, list[_Clock]()
         # a generated batch has as many timed passes as it has tokens
-        passes, clock = Passes(self.backend, self.spec.timed_s, **({"least": 1} if generates else {})), None
+        passes = Passes(self.backend, self.spec.timed_s, **({"least": 1} if generates else {}))
         with self.backend.phase("batch"):
             while passes.wanted:
                 self._tell("timed")
-                clock = _Clock(self.backend.synchronize, self._tell) if generates else None
-                passes.time(partial(self._run, Unwatched(), self._batch, clock))
+                clocks.append(_Clock(self.backend.synchronize, self._tell))
+                passes.time(partial(self._run, Unwatched(), self._batch, clocks[-1]))
                 self._found["steps_executed"] += 1
-                if clock is not None:
-                    self._note_tokens(clock)
-        step_ms = median(passes.ms)
+        # the lower of two in the middle: a batch that there was, whose reading and writing add up to it
+        step_ms = median_low(passes.ms)
         rows, config = self.config.micro_batch_size, self.config
         tokens = rows * (config.max_new_tokens if generates else config.seq_len)
         self._found |= {"micro_batch_ms": passes.ms, "step_ms": step_ms, "tokens_per_s": 1000 * tokens / step_ms}
+        if generates:
+            first, *others = clocks[passes.ms.index(step_ms)].ms
+            self._found |= {"prefill_ms": first, "token_ms": tuple(others)}
         self._look_for_thrashing(passes.ms)
-
-    def _note_tokens(self, clock: _Clock) -> None:
-        first, *others = clock.ms
-        self._found["prefill_ms"] = (*self._found.get("prefill_ms", ()), first)
-        self._found["token_ms"] = tuple(others)
 
     @torch.inference_mode()
     def _time_typical(self) -> None:

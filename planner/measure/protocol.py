@@ -134,12 +134,12 @@ class Measurement:
     """Each timed update: clip, step, gradients dropped."""
     typical_micro_batch_ms: tuple[float, ...] = ()
     """Each timed micro-batch at the typical length."""
-    prefill_ms: tuple[float, ...] = ()
-    """Of each timed batch of a generating task: from its arrival to its first token."""
+    prefill_ms: float | None = None
+    """Of a generating task's median batch: from its arrival to its first token."""
     token_ms: tuple[float, ...] = ()
-    """Each further token of the whole batch, in order: later ones find more in the cache."""
+    """Each further token of that batch, in order: later ones find more in the cache."""
     step_ms: float | None = None
-    """An optimizer step of all its micro-batches, or a batch to answer: medians of the above."""
+    """An optimizer step of all its micro-batches, or a batch to answer: medians of the above (of batches the lower)."""
     tokens_per_s: float | None = None
     """Tokens of the step's sequences a second; of a generating task those that are written."""
     steps_executed: int = 0
