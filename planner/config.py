@@ -128,6 +128,8 @@ class InferenceConfig(_Frozen):
     """Where the weights of layers that are not on the card wait: host memory (parameters) or disk."""
     layers_on_card: int | None = Field(default=None, ge=0)
     """With offload: how many of the model's layers, the first ones, stay on the card; None: all."""
+    embedding_on_card: bool = True
+    """Whether the table of token embeddings is on the card; in host memory the processor looks tokens up in it."""
     kv_cache: KvCache = "none"
     """Where keys and values of earlier tokens are kept; none for tasks that generate nothing."""
     max_new_tokens: int = Field(default=0, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.workload import Workload
+from planner.workload import Workload, token_table
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +31,8 @@ class ModelFacts:
     """Whether its layers multiply by ``nn.Linear``, and not by transformers' Conv1D."""
     layers_name: str | None = None
     """Dotted name of the first stack's module list, such as ``model.layers``; None where layers stand in none."""
+    table_parameters: int = 0
+    """Of the table of token embeddings; 0 where the output layer has the same weights."""
 
     @property
     def layers(self) -> int:
@@ -46,6 +48,7 @@ def inspect_model(workload: Workload) -> ModelFacts:
     from planner.levers.checkpointing import stack_sizes
 
     model = workload.build_model(attention="eager", dtype=torch.float32)
+    table = token_table(model)
     return ModelFacts(
         architecture=workload.architecture,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -55,6 +58,7 @@ def inspect_model(workload: Workload) -> ModelFacts:
         vocab_size=int(getattr(model.config, "vocab_size", 0) or 0),
         plain_linears=not any(isinstance(module, Conv1D) for module in model.modules()),
         layers_name=_layers_name(model),
+        table_parameters=sum(p.numel() for p in table.parameters()) if table is not None else 0,
     )
 
 

@@ -128,7 +128,7 @@ class Residual:
 def structure_of(config: Config) -> str:
     """Everything but the micro-batch (and what follows from it and the effective batch), as one word."""
     left_out = {"micro_batch_size", "max_tokens_per_micro_batch", "gradient_accumulation_steps", "effective_batch_size"}
-    return config.model_dump_json(exclude=left_out | {"layers_on_card", "overhead_tokens"})
+    return config.model_dump_json(exclude=left_out | {"layers_on_card", "embedding_on_card", "overhead_tokens"})
 
 
 def _levers(config: Config) -> tuple[str, ...]:

@@ -266,3 +266,10 @@ def device_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tu
                 yield tensor, layer
 
     return walk(model, OUTSIDE_LAYERS)
+
+
+def token_table(model: Any) -> nn.Module | None:
+    """The table of token embeddings, where no other part of the model has its weights (an output layer may)."""
+    table: nn.Module = model.get_input_embeddings()
+    owners = [part for part in model.modules() if any(p is table.weight for p in part.parameters(recurse=False))]
+    return table if len(owners) == 1 else None

@@ -317,10 +317,17 @@ def test_other_errors_are_not_swallowed(tmp_path: Path, plan: Any, rows: Any) ->
 # ----- levers -----
 
 
-def test_layers_on_disk(tmp_path: Path, plan: Any, tiny: Any, rows: Any, expected: list[Any]) -> None:
-    """The second layer is read from disk for its pass: the same answers, and no folder left behind."""
-    workload = {"layers_name": "encoder.layer"}
-    offloaded = make_inference_plan("embedding", str(tiny("bert")), workload=workload, offload="disk", layers_on_card=1)
+@pytest.mark.parametrize("embedding_on_card", [True, False])
+def test_layers_on_disk(
+    tmp_path: Path, plan: Any, tiny: Any, rows: Any, expected: list[Any], embedding_on_card: bool
+) -> None:
+    """The second layer is read from disk for its pass: the same answers, and no folder left behind.
+
+    So with the table of token embeddings in host memory, where the script's own lookup takes the place of a hook.
+    """
+    workload, levers = {"layers_name": "encoder.layer"}, {"offload": "disk", "layers_on_card": 1}
+    levers |= {"embedding_on_card": embedding_on_card}
+    offloaded = make_inference_plan("embedding", str(tiny("bert")), workload=workload, **levers)
     places: list[Any] = []
 
     def watch(script: ModuleType) -> None:
@@ -336,4 +343,5 @@ def test_layers_on_disk(tmp_path: Path, plan: Any, tiny: Any, rows: Any, expecte
     assert same(expected, run)
     assert {"meta"} == {p.device.type for p in places[0].encoder.layer[1].parameters()}
     assert {"cpu"} == {p.device.type for p in places[0].encoder.layer[0].parameters()}
+    assert "cpu" == places[0].get_input_embeddings().weight.device.type
     assert not list(tmp_path.glob("*.offload"))

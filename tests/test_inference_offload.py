@@ -1,5 +1,6 @@
 """Layers whose weights come to the card while they run: as accelerate does it, and what follows from one recording."""
 
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_repetition import BERT, LLAMA, T5
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.achievable import achievable
 from planner.config import InferenceConfig
@@ -27,10 +29,12 @@ from planner.inference.workload import InferenceWorkload
 from planner.levers.checkpointing import checkpointing_layers, stack_sizes
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
 from planner.memory.model import constant_step, fit_step
+from planner.parts.placing import look_up_on_host, places_of
 from planner.recording.kernels import Target
-from planner.recording.record import ACTIVATIONS, INPUTS, OUTSIDE_LAYERS, PARAMETERS, Op, Recording
+from planner.recording.record import ACTIVATIONS, INPUTS, OUTSIDE_LAYERS, PARAMETERS, TEMPORARIES, Op, Recording
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import Stack
+from planner.workload import token_table
 
 TARGET = Target(compute_capability=(8, 9))
 
@@ -44,6 +48,7 @@ TIED = changed(LLAMA, tie_word_embeddings=True)
 SMALL = changed(LLAMA, num_hidden_layers=3, intermediate_size=96, vocab_size=96)
 MODELS = [(BERT, "sequence-classification"), (LLAMA, "causal-lm"), (TIED, "causal-lm"), (T5, "seq2seq-lm")]
 CARD = find_card("RTX 3060 12GB")
+OWNERS = [(TIED, "causal-lm"), (LLAMA, "causal-lm"), (BERT, "sequence-classification")]
 
 
 def config_of(**fields):
@@ -177,6 +182,36 @@ def test_a_pass_of_a_fitted_step():
     assert [sum(offload.layer_bytes(streamed).values()), 0] == [times[0].copied_bytes - 2 * 90, times[2].copied_bytes]
 
 
+@pytest.mark.parametrize(
+    ("spec", "task", "count", "stacks"),
+    [
+        (BERT, "sequence-classification", 0, ()),
+        (LLAMA, "causal-lm", 10, ()),
+        (LLAMA, "causal-lm", 4, (Stack(layers=10),)),
+    ],
+    ids=["bert", "llama", "llama-repeated"],
+)
+def test_a_table_on_the_host_sends_vectors(spec, task, count, stacks):
+    """Nothing of it is on the card; one copy brings what its lookup would have made, before the first layer."""
+    fields = {"offload": "parameters", "layers_on_card": count, "stacks": stacks}
+    staying, waiting = (record(spec, task, embedding_on_card=there, **fields) for there in (True, False))
+    vocabulary = spec.config["vocab_size"]
+    assert 2 * vocabulary * 64 == staying.sizes[1] - waiting.sizes[1]
+    assert len(staying.sizes) - 1 == len(waiting.sizes)
+    came = [op for op in waiting.ops if op.name == "vramplan.to_card" and op.layer == OUTSIDE_LAYERS]
+    assert [2 * 3 * 48 * 64] == [waiting.sizes[waiting.events[op.position - 1]] for op in came]
+    assert TEMPORARIES == waiting.categories[waiting.events[came[0].position - 1]]  # gone before the end
+    assert len(offload.streamed_weights(staying)) == len(offload.streamed_weights(waiting))
+    one = record(spec, task, **{**fields, "layers_on_card": 0}, embedding_on_card=False)
+    assert waiting.to_json() == offload.with_layers_on_card(one, count).to_json()
+
+
+def test_a_table_that_writes_too_stays():
+    """Where the output layer has the same weights they are needed whole; a classifier's model has no such layer."""
+    made = {spec: workload_of(spec, task).build_model(attention="eager", dtype=torch.float32) for spec, task in OWNERS}
+    assert [False, True, True] == [token_table(made[spec]) is not None for spec, _ in OWNERS]
+
+
 def test_what_is_reserved_is_what_is_loaded():
     """transformers reserves all that it loads in one block: what is in no layer, and the first layers."""
     streamed = record(LLAMA, "causal-lm", offload="parameters", layers_on_card=0)
@@ -261,6 +296,32 @@ def test_streamed_answers_are_the_models_own(checkpoint):
             assert torch.equal(expected, dispatched(checkpoint, count)(**TOKENS).logits)
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_table_on_the_host_changes_no_answer(checkpoint, where):
+    """By the script's own device map: it stays in host memory whole, and accelerate no longer sends it."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(workload_of(SMALL, "causal-lm").hf_config())
+    places = places_of(empty, list(empty.model.layers), 1, "cpu", where, empty.get_input_embeddings())
+    assert {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": where}.items() <= places.items()
+    model = dispatched(checkpoint, 0, device_map=places)
+    look_up_on_host(model.get_input_embeddings())
+    assert "cpu" == model.get_input_embeddings().weight.device.type
+    with torch.no_grad():
+        expected = dispatched(checkpoint, 3, device_map=None)(**TOKENS).logits
+        assert torch.equal(expected, model(**TOKENS).logits)
+
+
+def test_vectors_follow_their_tokens_to_the_card():
+    """accelerate's own hook, on a card that isn't there: the table stays, its output is where the ids were."""
+    with torch.no_grad(), FakeTensorMode():
+        table = torch.nn.Embedding(11, 4)
+        look_up_on_host(table)
+        found = table(torch.zeros(2, 3, dtype=torch.long, device="cuda"))
+    assert ("cpu", "cuda", (2, 3, 4)) == (table.weight.device.type, found.device.type, (*found.shape,))
+
+
 def test_weights_on_disk_are_read_where_they_are(checkpoint):
     """Safetensors files stay the place of weights that they hold: the offload folder stays empty."""
     model = dispatched(checkpoint, 1)
@@ -317,6 +378,7 @@ def test_what_waits_in_host_memory_was_measured(larger, precision):
     spec, folder = larger
     streamed = record(spec, "causal-lm", offload="parameters", precision=precision, layers_on_card=0)
     need = offload.host_need(config_of(precision=precision, offload="parameters", layers_on_card=0), streamed, "fp32")
+    gc.collect()  # what earlier tests left goes now, and not while the model is loaded
     before = anonymous_bytes()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
     grown = anonymous_bytes() - before
@@ -357,9 +419,9 @@ def test_checkpoints_type():
 REACHED = replace(achievable(), bandwidth_fraction=1.0, kernel_us=0.0, inference_operator_us=10.0, pcie_fraction=0.5)
 
 
-def op_of(name, nbytes, position=0):
+def op_of(name, nbytes, position=0, layer=0):
     """An operator that is bound by the bytes that it moves."""
-    return Op(name, 0, (nbytes,), "elementwise", position, False, OUTSIDE_LAYERS)
+    return Op(name, 0, (nbytes,), "elementwise", position, False, layer)
 
 
 def time_of(*ops, **options):
@@ -383,6 +445,17 @@ def test_a_copy_is_waited_for():
     assert 2 * (HOOK_US * 1e-6 + link + staging + 10e-6 + 1e-3) == pytest.approx(found.upper_s, rel=1e-6)
     assert 2 * (1e9 / CARD.pcie_bytes_per_s + 1e-3) == pytest.approx(found.lower_s, rel=1e-6)
     assert (2 * 10**9, 2) == (found.copied_bytes, found.copies)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "disk"])
+def test_vectors_are_gathered_before_they_come(kind):
+    """In host memory, wherever layers wait: what is no weight is gathered first, then copied as one is."""
+    link, staging = 1e9 / (CARD.pcie_bytes_per_s * 0.5), 0.1
+    found = time_of(op_of("vramplan.to_card", 10**9, layer=OUTSIDE_LAYERS), offload=kind, tensors_in_file=50)
+    assert HOOK_US * 1e-6 + staging + max(link, staging) == pytest.approx(found.expected_s, rel=1e-6)
+    assert HOOK_US * 1e-6 + staging + link + staging == pytest.approx(found.upper_s, rel=1e-6)
+    assert 1e9 / CARD.pcie_bytes_per_s == pytest.approx(found.lower_s, rel=1e-6)
+    assert (10**9, 0) == (found.copied_bytes, found.copies)
 
 
 def test_without_copies_the_cpu_runs_ahead():

@@ -154,7 +154,8 @@ def test_what_is_asked_for_restricts_the_batch() -> None:
 
 def test_weights_that_find_no_room_are_streamed_and_the_time_has_bounds() -> None:
     """No answer changes; the first layers stay; the others wait in host memory."""
-    small = plan(model="BAAI/bge-reranker-v2-m3", task="reranking", mode="infer", vram="1GB", seq_len=512)
+    small = plan(model="BAAI/bge-reranker-v2-m3", task="reranking", mode="infer", vram="600MB", seq_len=512)
+    assert not small.config.embedding_on_card
     assert ("none", "parameters") == (small.config.quantization, small.config.offload)
     assert 0 <= small.config.layers_on_card < 24
     assert small.time.lower_ms < small.time.step_ms < small.time.upper_ms

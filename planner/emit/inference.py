@@ -166,6 +166,7 @@ def _levers(workload: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
         "prefixes": config["prefix_tokens"] > 0 and config["kv_cache"] == "dynamic" and workload["task"] == "causal-lm",
         "offload": config["offload"] != "none",
         "on_disk": config["offload"] == "disk",
+        "table_waits": config["offload"] != "none" and not config.get("embedding_on_card", True),
         "layers_name": workload.get("layers_name"),
         "layer_count": workload.get("layers"),
     }

@@ -133,7 +133,8 @@ class OffloadLever(Lever):
                 last_resort=not obstacle,
                 valid=not obstacle,
                 reason=obstacle
-                or "layers without room on the card come from host memory for every batch; answers are the same",
+                or "weights without room on the card wait in host memory: of token embeddings a batch's vectors come, "
+                "of layers all for every batch; answers are the same",
             ),
             Choice(
                 value="disk",

@@ -94,6 +94,8 @@ def _streamed(recording: Recording, index: int, op: Op, visit: int) -> Iterator[
     if recording.categories[block] == PARAMETERS:
         yield _Streamed(op.layer, visit, block, None, (index,))
         return
+    if op.layer == OUTSIDE_LAYERS:  # vectors that were looked up in host memory
+        return
     converted = recording.events[recording.ops[index + 1].position - 1]
     if recording.categories[converted] == PARAMETERS:
         yield _Streamed(op.layer, visit, converted, block, (index, index + 1))
@@ -231,25 +233,29 @@ class HostNeed:
     the model's, which are then read in place (transformers/integrations/accelerate.py, accelerate_disk_offload)."""
 
 
-def host_need(config: InferenceConfig, recording: Recording, stored: str) -> HostNeed:
-    """For a recording whose layers all come and go; ``stored`` is the precision of the checkpoint."""
+def host_need(config: InferenceConfig, recording: Recording, stored: str, *, table_parameters: int = 0) -> HostNeed:
+    """For a recording whose layers all come and go; ``stored`` is the precision of the checkpoint.
+
+    ``table_parameters``: of the token embeddings, which wait in host memory where they are not on the card, those of a
+    model on disk as well: each token needs its row.
+    """
     on_card = config.layers_on_card
     weights = [] if on_card is None else [w for w in _first_turns(recording) if w.layer >= on_card]
     nbytes = sum(recording.sizes[weight.block] for weight in weights)
     precision = "fp32" if config.precision == "tf32" else config.precision
+    table_bytes = 0 if config.embedding_on_card else table_parameters * _WIDTHS[precision]
     converted = precision != stored
     loaded = [event for event in recording.events[: _end_of_loading(recording)] if event > _RESERVED]
     passing = max((recording.sizes[block] for block in loaded), default=0) if converted else 0
-    if config.offload == "disk":
-        read = nbytes * _WIDTHS[stored] // _WIDTHS[precision]
-        return HostNeed(waiting_bytes=0, mapped_bytes=0, loading_bytes=passing, disk_bytes=read, folder_bytes=nbytes)
-    mapped = 0 if converted else nbytes
+    on_disk = nbytes if config.offload == "disk" else 0
+    waiting = table_bytes + nbytes - on_disk
+    mapped = 0 if converted else waiting
     return HostNeed(
-        waiting_bytes=nbytes,
+        waiting_bytes=waiting,
         mapped_bytes=mapped,
-        loading_bytes=nbytes - mapped + passing,
-        disk_bytes=0,
-        folder_bytes=0,
+        loading_bytes=waiting - mapped + passing,
+        disk_bytes=on_disk * _WIDTHS[stored] // _WIDTHS[precision],
+        folder_bytes=on_disk,
     )
 
 

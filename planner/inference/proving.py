@@ -47,7 +47,7 @@ class _MadeSpace:
     @classmethod
     def of(cls, space: InferenceSpace, simulated: InferenceResult) -> _MadeSpace:
         configs = [trial.config for trial in simulated.trials]
-        unmade = {"layers_on_card": None, "overhead_tokens": 0, "prefix_cache_bytes": 0}
+        unmade = {"layers_on_card": None, "embedding_on_card": True, "overhead_tokens": 0, "prefix_cache_bytes": 0}
         return cls(space, {config.model_copy(update=unmade): config for config in configs})
 
     @property

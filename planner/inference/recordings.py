@@ -53,6 +53,7 @@ class InferenceRecordings(RecordingsOf[InferenceConfig, "InferenceSource"]):
             "quantization": config.quantization,
             "offload": config.offload,
             "layers_on_card": config.layers_on_card,
+            "embedding_on_card": config.embedding_on_card,
             **(self._cache_structure(config) if self.workload.facts.generates else {}),
         }
 

@@ -42,7 +42,11 @@ def reasons_of(config: InferenceConfig, question: InferenceQuestion, space: Infe
     if config.layers_on_card is not None:
         layers = question.simulator.facts.layers
         reason = f"as many of {layers} as fit; the others come to the card for every batch"
+        reason = "all of them" if config.layers_on_card == layers else reason
         yield Reason(field="layers_on_card", value=config.layers_on_card, reason=reason)
+    if not config.embedding_on_card:
+        reason = "the table of token embeddings waits in host memory: of it only the vectors of a batch's tokens come"
+        yield Reason(field="embedding_on_card", value=False, reason=reason)
     each = "prompt and new tokens" if config.max_new_tokens else "tokens"
     reason = f"batch times longest sequence ({each}): shorter texts go in larger batches"
     if space.max_tokens is not None:
@@ -94,7 +98,7 @@ def lever_rows(best: InferenceTrial, space: InferenceSpace, simulator: Inference
 
 def _change(field: str, value: str) -> dict[str, Any]:
     """One value changed; quantized weights are small enough to stay."""
-    stays = {"offload": "none", "layers_on_card": None}
+    stays = {"offload": "none", "layers_on_card": None, "embedding_on_card": True}
     return {field: value, **(stays if field == "quantization" or (field, value) == ("offload", "none") else {})}
 
 

@@ -193,16 +193,33 @@ class InferenceSimulator(OnCard):
     def placed(self, config: InferenceConfig) -> InferenceConfig:
         """Where weights are offloaded and nothing says how many layers stay: as many of the first ones as fit.
 
-        A layer more on the card adds its weights to the need; none of them stays where not even that fits.
+        The table of token embeddings goes first, where it can and the host has room: of it only the vectors of a
+        batch's tokens cross the link.
         """
         if config.offload == "none" or config.layers_on_card is not None:
             return config
+        waiting = config.model_copy(update={"embedding_on_card": not self._table_may_wait})
+        waiting = self._with_most_layers(waiting)
+        if waiting.embedding_on_card or self.host_shortage_bytes(waiting) <= 0:
+            return waiting
+        staying = self._with_most_layers(config)
+        return staying if self._fits(staying) else waiting
+
+    @property
+    def _table_may_wait(self) -> bool:
+        return self.facts.table_parameters > 0 and self.card.kind == "cuda"
+
+    def _with_most_layers(self, config: InferenceConfig) -> InferenceConfig:
+        """A layer more on the card adds its weights to the need; none of them stays where not even that fits.
+
+        Where nothing else waits one layer does.
+        """
         streamed = all_streamed(config)
         shape = (config.micro_batch_size, config.seq_len)
         room = self.budget.allocator_bytes(config) - self._allocated_bytes(streamed, shape)
         sizes = layer_bytes(self.recordings.weights(config))
         count = 0
-        while count < len(sizes) - 1 and sizes[count] <= room:
+        while count < len(sizes) - config.embedding_on_card and sizes[count] <= room:
             room -= sizes[count]
             count += 1
         while count and not self._fits(config.model_copy(update={"layers_on_card": count})):
@@ -242,7 +259,9 @@ class InferenceSimulator(OnCard):
         if config.offload == "none":
             return None
         stored = stored_precision(self.workload.spec.config)
-        return host_need(self.placed(config), self.recordings.weights(config), stored)
+        placed = self.placed(config)
+        table_parameters = self.facts.table_parameters
+        return host_need(placed, self.recordings.weights(placed), stored, table_parameters=table_parameters)
 
     def host_bytes(self, config: InferenceConfig) -> int:
         """Host memory that offloaded weights and an offloaded cache take; the process itself comes on top."""

@@ -26,9 +26,9 @@ from planner.recording.record import PARAMETERS, Recording
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import Stack, repeat_layers
 from planner.recording.source import shallow_changes
-from planner.recording.streaming import load_resident, streamed
+from planner.recording.streaming import load_resident, looked_up_on_host, streamed
 from planner.step import MakeBatch
-from planner.workload import device_tensors
+from planner.workload import device_tensors, token_table
 
 Run = Callable[[nn.Module, MakeBatch, Recorder], None]
 """What is recorded: it gets the model, what makes a batch on the device, and the recorder to tell phases to."""
@@ -97,8 +97,10 @@ class InferenceSource:
             for handle in recorder.watch_layers(layers):
                 stack.callback(handle.remove)
             here = 0 if self.stacks else self._layers_on_card
+            table = None if self.config.embedding_on_card else token_table(self.model)
             if self.config.offload != "none":
                 stack.enter_context(streamed(self.model, layers[here:], recorder, self._stored))
+                stack.enter_context(looked_up_on_host(table))
             stack.enter_context(semantics)
             stack.enter_context(recorder)
             recorder.phase("load", category=PARAMETERS)
@@ -106,7 +108,7 @@ class InferenceSource:
             if self.config.quantization in CONVERTED_ON_LOAD:
                 load_quantized(recorder, self.model, on_card)
             elif self.config.offload != "none":
-                load_resident(recorder, self.model, layers, here, on_card)
+                load_resident(recorder, self.model, layers, here, on_card, table)
             else:
                 recorder.adopt(on_card)
             run(self.model, make_batch, recorder)

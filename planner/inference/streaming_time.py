@@ -8,6 +8,8 @@ and nothing runs beside it. For large copies the driver fetches one piece while 
 After each weight accelerate empties torch's cache (``set_module_tensor_to_device``, ``clear_cache``): the driver takes
 back every segment that is free and is asked for it again.
 
+Vectors of a table that waits in host memory are gathered there by one thread's copies, and come in the same way.
+
 - lower: the link at its full rate, kernels at the card's peaks, nothing else;
 - expected: the slower of the two copies; kernels and launches as in ``planner/timing.py``, from idle to idle between
   two weights; for weights on disk, their file's page faults;
@@ -27,7 +29,7 @@ from planner.hardware import Card
 from planner.host_memory import TO_CARD
 from planner.inference.timing import without_gradients
 from planner.memory.allocator import AllocatorSettings, CachingAllocator
-from planner.recording.record import Op, Recording
+from planner.recording.record import OUTSIDE_LAYERS, Op, Recording
 from planner.timing import Operators
 
 Seconds = NDArray[np.float64]
@@ -114,24 +116,31 @@ def streaming_time(
         np.where(comes, 0.0, operators.kernel_seconds(flops, moved_bytes, card, tf32=tf32, reached=rates))
         for rates in (_at_peak(reached), reached)
     )
-    disk = offload == "disk"
+    weights = np.array([is_weight(op) for op in ops], dtype=np.bool_)
+    disk = weights & (offload == "disk")
     hook_s = (HOOK_US + disk * HEADER_US * tensors_in_file) * 1e-6
     launches = np.where(comes, hook_s, operators.launch_seconds(reached))
     at_best, usually, at_worst = _copy_seconds(nbytes, card, reached, host, disk=disk)
+    gathering = (comes & ~weights) * nbytes / host.copy_bytes_per_s
     return StreamingTime(
         lower_s=float((best + at_best).sum()),
-        expected_s=float(_between_copies(usual, launches, comes) + usually.sum())
+        expected_s=float(_between_copies(usual, launches, comes) + (usually + gathering).sum())
         + driver_calls * DRIVER_CALL_US * 1e-6,
-        upper_s=float((usual + launches + at_worst).sum()) + driver_calls * SLOW_DRIVER_CALL_US * 1e-6,
+        upper_s=float((usual + launches + at_worst + gathering).sum()) + driver_calls * SLOW_DRIVER_CALL_US * 1e-6,
         copied_bytes=int(nbytes.sum()),
-        copies=int(comes.sum()),
+        copies=int(weights.sum()),
     )
 
 
+def is_weight(op: Op) -> bool:
+    """Whether an operator brings a layer's weight; what comes outside of layers are vectors of tokens."""
+    return op.name == TO_CARD and op.layer != OUTSIDE_LAYERS
+
+
 def _copy_seconds(
-    nbytes: Seconds, card: Card, reached: Achievable, host: HostRates, *, disk: bool
+    nbytes: Seconds, card: Card, reached: Achievable, host: HostRates, *, disk: NDArray[np.bool_]
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Of each weight, at best, usually and at worst. [operators]
+    """Of each copy, at best, usually and at worst; ``disk``: those that come from there. [operators]
 
     On a CPU nothing is copied: kernels read the file's pages, which may be in memory already.
     """
@@ -140,9 +149,7 @@ def _copy_seconds(
         return 0 * nbytes, nbytes / host.touched_file_bytes_per_s, slow_disk
     link = nbytes / (card.pcie_bytes_per_s * reached.pcie_fraction)
     staging = nbytes / host.copy_bytes_per_s
-    usually = np.maximum(link, staging)
-    if disk:
-        usually = np.maximum(usually, nbytes / host.mapped_file_bytes_per_s)
+    usually = np.maximum(np.maximum(link, staging), nbytes / host.mapped_file_bytes_per_s * disk)
     return nbytes / card.pcie_bytes_per_s, usually, link + staging + slow_disk
 
 
@@ -188,7 +195,7 @@ def emptied(recording: Recording, settings: AllocatorSettings | None = None) -> 
     """Replay a recording, emptying the cache where accelerate does."""
     allocator = CachingAllocator(settings or AllocatorSettings())
     sizes = np.array(recording.sizes, dtype=np.int64)
-    borders = [op.position for op in recording.ops if op.name == TO_CARD]
+    borders = [op.position for op in recording.ops if is_weight(op)]
     starts = sorted(recording.phases.values())
     loaded = starts[1] if len(starts) > 1 else 0
     allocator.run(recording.events[:loaded], sizes)

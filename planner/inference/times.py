@@ -156,7 +156,8 @@ class Times:
 
     @cached_property
     def _tensors_in_file(self) -> int:
-        return len(weight_bytes(self.simulator.recordings.weights(all_streamed(self.config))))
+        held = len(weight_bytes(self.simulator.recordings.weights(all_streamed(self.config))))
+        return held + (not self.config.embedding_on_card)
 
     @cached_property
     def _driver_calls(self) -> int:

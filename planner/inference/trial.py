@@ -24,9 +24,10 @@ from planner.inference.workload import InferenceWorkload
 from planner.levers.checkpointing import checkpointing_layers
 from planner.measure.course import Course, Passes, Unwatched, Watched, arrive
 from planner.measure.protocol import TrialSpec
+from planner.parts.placing import look_up_on_host, places_of
 from planner.recording.record import ACTIVATIONS, INPUTS, OUTSIDE_LAYERS
 from planner.step import Watcher
-from planner.workload import device_tensors, model_class
+from planner.workload import device_tensors, model_class, token_table
 
 Batch = dict[str, Tensor]
 _WARM_UP_TOKENS = 3
@@ -240,22 +241,10 @@ def _dispatched(model: nn.Module, config: InferenceConfig, device: torch.device,
 
     here = device.index or 0 if device.type == "cuda" else "cpu"
     elsewhere = "disk" if config.offload == "disk" else "cpu"
-    layers = {id(layer): index for index, layer in enumerate(checkpointing_layers(model))}
-    places: dict[str, int | str] = {}
-
-    def place(module: nn.Module, path: str) -> None:
-        index = layers.get(id(module))
-        holds_layers = any(id(part) in layers for part in module.modules())
-        if index is not None:
-            places[path] = here if index < (config.layers_on_card or 0) else elsewhere
-        elif not holds_layers:
-            places[path] = here
-        else:
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            places.update({f"{path}.{name}".strip("."): here for name, _ in own})
-            for name, child in module.named_children():
-                place(child, f"{path}.{name}".strip("."))
-
-    place(model, "")
+    table = None if config.embedding_on_card else token_table(model)
+    layers = list(checkpointing_layers(model))
+    places = places_of(model, layers, config.layers_on_card or 0, here, elsewhere, table)
     made: nn.Module = dispatch_model(model, places, main_device=here, offload_dir=folder, force_hooks=True)
+    if table is not None:
+        look_up_on_host(table)
     return made

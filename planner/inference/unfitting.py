@@ -50,7 +50,7 @@ def _remedies(question: InferenceQuestion, closest: InferenceConfig) -> Iterator
 def _changed(config: InferenceConfig, argument: str, value: str) -> InferenceConfig:
     """With one other value; quantized weights stay where they are."""
     stays = {"offload": "none"} if argument == "quantization" else {}
-    return config.model_copy(update={**stays, "layers_on_card": None, argument: value})
+    return config.model_copy(update={**stays, "layers_on_card": None, "embedding_on_card": True, argument: value})
 
 
 def _would_fit(question: InferenceQuestion, config: InferenceConfig) -> bool:

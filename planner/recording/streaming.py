@@ -74,6 +74,26 @@ class _Arriving(ModelHook):  # type: ignore[misc]
 
 
 @contextmanager
+def looked_up_on_host(table: nn.Module | None) -> Iterator[None]:
+    """Have the rows of a table in host memory come to the card (planner/parts/placing.py, look_up_on_host)."""
+    if table is None:
+        yield
+        return
+    weight: Any = table.weight
+
+    def rows(ids: Tensor) -> Tensor:
+        vectors = torch.zeros((), dtype=weight.dtype, device="cpu").expand(ids.numel() * weight.shape[1])
+        card: Tensor = torch.ops.vramplan.to_card(vectors, ids.device)
+        return card.view(*ids.shape, weight.shape[1])
+
+    table.forward = rows
+    try:
+        yield
+    finally:
+        del table.forward
+
+
+@contextmanager
 def streamed(
     model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder, stored: torch.dtype | None
 ) -> Iterator[None]:
@@ -102,18 +122,19 @@ def load_resident(
     layers: Sequence[nn.Module],
     layers_on_card: int,
     on_card: Iterable[tuple[Tensor, int]],
+    table: nn.Module | None = None,
 ) -> None:
     """Write down what ``from_pretrained(device_map=...)`` puts on the card and leaves there.
 
     transformers first reserves what it will load in one piece (modeling_utils.py, caching_allocator_warmup), from
     which the weights are then cut; the order in which they are doesn't matter. Here they are what is in no layer
     alone, all buffers, then the weights of the first layers, in each layer the largest first: what
-    ``planner.inference.offload.with_layers_on_card`` knows of them is their sizes.
+    ``planner.inference.offload.with_layers_on_card`` knows of them is their sizes. ``table`` is elsewhere.
     """
     weights = layer_weights(model, layers)
-    of_layers = {id(p) for some in weights for p in some}
+    apart = {id(p) for some in weights for p in some} | {id(p) for p in (table.parameters() if table else ())}
     recorder.reserve()
-    recorder.adopt((tensor, layer) for tensor, layer in on_card if id(tensor) not in of_layers)
+    recorder.adopt((tensor, layer) for tensor, layer in on_card if id(tensor) not in apart)
     for index, some in enumerate(weights[:layers_on_card]):
         largest_first = sorted(_once(some), key=lambda p: -p.untyped_storage().nbytes())
         recorder.adopt((p, index) for p in largest_first)
