@@ -84,7 +84,7 @@ class Case:
         times, shape = self.times, (1, self.prompt)
 
         def seconds(one: object) -> float:
-            return pass_seconds(*one, times.config, times.card, reached)  # type: ignore[misc]
+            return pass_seconds(one.operators, one.amounts, times.config, times.card, reached)  # type: ignore[misc]
 
         prefill_s = sum(seconds(one) for one in times.prompt(shape))
         token_s = mean_over_tokens(lambda past: seconds(times.token(shape, past)), self.prompt, self.new_tokens - 1)

@@ -26,6 +26,7 @@ from planner.inference.pass_kinds import (
 from planner.inference.unrolling import Int64s, PassEvents, RecordedPass, recorded_passes
 from planner.memory.polynomials import N_MONOMIALS, N_PLAIN, NotPolynomialError, Polynomials, Shape, fit
 from planner.recording.record import Op, Recording
+from planner.timing import Operators
 from planner.units import round_up
 
 Record = Callable[[Beginning], Recording]
@@ -87,6 +88,11 @@ class PassModel:
     def ops(self) -> list[Op]:
         """Its operators, without what they compute and move."""
         return [Op(name, 0, (), kind, position, False) for name, kind, position in self.events.ops]
+
+    @cached_property
+    def operators(self) -> Operators:
+        """The same as arrays."""
+        return Operators.of(self.ops)
 
     def amounts_at(self, point: Shape) -> tuple[Int64s, Int64s]:
         """FLOPs and moved bytes of each operator, of all of its operands together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.config import InferenceConfig
 from planner.hardware import Card
@@ -16,17 +16,24 @@ from planner.memory.block_sizes import AllocatorSettings
 from planner.memory.model import Int64s
 from planner.memory.polynomials import Shape
 from planner.recording.record import Op
-from planner.timing import InferenceTime
+from planner.timing import InferenceTime, Operators
 
 if TYPE_CHECKING:
     from planner.inference.simulation import InferenceSimulator
 
-OnePass = tuple[Sequence[Op], tuple[Int64s, Int64s]]
-"""Operators of a pass, and their FLOPs and moved bytes."""
 GRID = 8
 """Lengths for which a generation's time is found; others are in proportion to the next longer one."""
 _EXACT_SIZE = ("static",)
 """Caches whose passes are recorded anew for every length: their speed is told for the longest alone."""
+
+
+class OnePass(NamedTuple):
+    """A pass, and what it computes and moves."""
+
+    ops: Sequence[Op]
+    operators: Operators
+    amounts: tuple[Int64s, Int64s]
+    """FLOPs and moved bytes of each."""
 
 
 class Times:
@@ -94,7 +101,7 @@ class Times:
 
     def _batch(self, shape: Shape) -> OnePass:
         step = self.simulator.model(self.config).step(shape)
-        return step.template.ops, step.ops_at(shape)
+        return OnePass(step.template.ops, Operators.of(step.template.ops), step.ops_at(shape))
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -117,12 +124,12 @@ class Times:
         """The passes that read a batch of prompts."""
         model = self.simulator.generation(self.config)
         passes = model.prompt_passes(shape, self.config.max_new_tokens)
-        return [(one.ops, one.amounts_at(point)) for one, point in passes]
+        return [OnePass(one.ops, one.operators, one.amounts_at(point)) for one, point in passes]
 
     def token(self, shape: Shape, past: int) -> OnePass:
         """The pass of a token that finds ``past`` and one more in the cache."""
         one, point = self.simulator.generation(self.config).token_pass(shape, past + 1, self.config.max_new_tokens)
-        return one.ops, one.amounts_at(point)
+        return OnePass(one.ops, one.operators, one.amounts_at(point))
 
     def _of_tokens(self) -> dict[str, Any]:
         prefill_s, token_s = self._writing(self.shape)
@@ -138,15 +145,14 @@ class Times:
 
     def _pass(self, one: OnePass) -> float:
         if self.config.offload == "none":
-            return pass_seconds(*one, self.config, self.card)
+            return pass_seconds(one.operators, one.amounts, self.config, self.card)
         return self._streaming(one).expected_s
 
     def _streaming(self, one: OnePass) -> StreamingTime:
         """A pass whose weights come to the card while it runs."""
-        ops, amounts = one
         return streaming_time(
-            ops,
-            *amounts,
+            one.ops,
+            *one.amounts,
             self.card,
             tf32=self.config.precision == "tf32" and "tf32" in self.card.dense_flops_per_s,
             offload=self.config.offload,

@@ -17,12 +17,11 @@ from planner.measure.protocol import Measurement
 from planner.memory.model import Int64s
 from planner.memory.polynomials import Shape
 from planner.parts import batching, serving
-from planner.recording.record import Op
 from planner.timing import InferenceTime, Operators, Pass
 
 
 def pass_seconds(
-    ops: Sequence[Op],
+    operators: Operators,
     amounts: tuple[Int64s, Int64s],
     config: InferenceConfig,
     card: Card,
@@ -30,7 +29,6 @@ def pass_seconds(
 ) -> float:
     """One pass from an idle card to an idle card: answers are waited for. ``amounts``: FLOPs and moved bytes."""
     reached = reached or reached_on(card)
-    operators = Operators.of(ops)
     tf32 = config.precision == "tf32" and "tf32" in card.dense_flops_per_s
     kernels = operators.kernel_seconds(*amounts, card, tf32=tf32, reached=reached)
     return Pass.of(kernels, operators.launch_seconds(without_gradients(reached))).alone_s
