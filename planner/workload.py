@@ -269,7 +269,14 @@ def device_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tu
 
 
 def token_table(model: Any) -> nn.Module | None:
-    """The table of token embeddings, where no other part of the model has its weights (an output layer may)."""
-    table: nn.Module = model.get_input_embeddings()
-    owners = [part for part in model.modules() if any(p is table.weight for p in part.parameters(recurse=False))]
+    """The table of token embeddings, where no other part of the model has its weights (an output layer may).
+
+    None as well where transformers knows of no such table.
+    """
+    try:
+        table: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    weight = getattr(table, "weight", None)
+    owners = [part for part in model.modules() if any(p is weight for p in part.parameters(recurse=False))]
     return table if len(owners) == 1 else None

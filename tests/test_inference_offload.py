@@ -213,6 +213,13 @@ def test_a_table_that_writes_too_stays():
     assert [False, True, True] == [token_table(made[spec]) is not None for spec, _ in OWNERS]
 
 
+def test_a_model_may_have_no_table():
+    """transformers' own answer of a model whose tokens are not looked up."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    assert token_table(PreTrainedModel(PreTrainedConfig())) is None
+
+
 def test_what_is_reserved_is_what_is_loaded():
     """transformers reserves all that it loads in one block: what is in no layer, and the first layers."""
     streamed = record(LLAMA, "causal-lm", offload="parameters", layers_on_card=0)
