@@ -76,13 +76,20 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer(rows: list[dict[str, str]]) -> Any:
-    """A real word-piece tokenizer with the few hundred pieces that these texts need most."""
+    """A real word-piece tokenizer with the few hundred pieces that these texts need most.
+
+    Training numbers the pieces by a hash that each process seeds anew, and what a model with random weights answers
+    hangs on their numbers: they are numbered by their spelling here, after the special ones.
+    """
     from tokenizers import BertWordPieceTokenizer
+    from tokenizers.models import WordPiece
     from transformers import PreTrainedTokenizerFast
 
     pieces = BertWordPieceTokenizer()
     pieces.train_from_iterator((row["text"] for row in rows), vocab_size=VOCABULARY, show_progress=False)
-    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    spelled = [*special.values(), *sorted(pieces.get_vocab().keys() - special.values())]
+    pieces._tokenizer.model = WordPiece({piece: number for number, piece in enumerate(spelled)}, unk_token="[UNK]")
     return PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **special)
 
 

@@ -79,7 +79,7 @@ def ids_alone(folder: Path, text: str, seq_len: int = 48, new: int = 8, fp8: boo
     return list(found[1:] if both else found[ids.shape[1] :])
 
 
-def written_alone(folder: Path, text: str, **how: int) -> str:
+def written_alone(folder: Path, text: str, **how: Any) -> str:
     """The same as text."""
     return str(model_and_words(folder)[1].decode(ids_alone(folder, text, **how), skip_special_tokens=True))
 

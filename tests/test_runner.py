@@ -80,13 +80,13 @@ def test_a_ceiling_too_low_is_out_of_memory(server: TrialRunner) -> None:
 
 @pytest.mark.slow
 def test_the_parent_stays_flat_over_many_trials() -> None:
-    """Resident set within 1 MiB between the first and the last ten; not a descriptor, process or file more."""
+    """Resident set within 20 KiB a trial between the first and the last ten; no descriptor, process or file more."""
     held = footprint(tiny_spec(), 25)
     first, last = held.resident_bytes[:10], held.resident_bytes[-10:]
-    assert max(last) - min(first) < 1 << 20
+    assert max(last) - min(first) < 25 * 20 * 1024
     assert 1 == len(set(held.descriptors))
     assert 1 == len(set(held.children))  # other tests' server may be one of them
-    assert {0} == set(held.files)
+    assert 1 == len(set(held.files))  # torch makes a folder of its own when the server imports it
 
 
 def test_close_leaves_nothing_and_may_come_twice() -> None:
