@@ -116,12 +116,16 @@ def test_minilm_finds_partners_and_learns_more(train: Train, data: Any) -> None:
 # ----- the same gradients, however a step is cut -----
 
 
+NO_ROOM = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+"""What torch says on a CPU."""
+
+
 def gradients(
-    task: str, model: Path, path: Path, folder: Path, *, budget: int, fail_at: int = 0
+    task: str, model: Path, path: Path, folder: Path, *, budget: int, fail_at: int = 0, error: Exception = NO_ROOM
 ) -> tuple[float, list[Any], int]:
     """Loss, gradients and token budget of the script's first step of 32 samples.
 
-    ``fail_at``: the pass in which memory runs out for once, with what torch says on a CPU.
+    ``fail_at``: the pass in which memory runs out for once, which ``error`` says.
     """
     import torch
     from accelerate import Accelerator
@@ -140,7 +144,7 @@ def gradients(
     def count(*_: Any) -> None:
         passes.append(1)
         if len(passes) == fail_at:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+            raise error
 
     network.register_forward_pre_hook(count)
     torch.manual_seed(0)
@@ -182,6 +186,25 @@ def test_gradients_do_not_depend_on_the_cuts(
         assert 1e-4 > difference(got, expected)
         assert (left < budget) == bool(fail_at)
     assert "memory ran out: from now on at most 128 tokens in a micro-batch, not 256" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("could not create a primitive"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+        MemoryError("bad_alloc"),
+    ],
+    ids=["oneDNN", "cuBLAS", "C++"],
+)
+def test_libraries_say_in_their_own_words_that_memory_ran_out(
+    error: Exception, tiny: Any, data: Any, tmp_path: Path
+) -> None:
+    """Each of them splits the step; any other error is raised."""
+    where = ("masked-lm", tiny("bert"), data("masked-lm"), tmp_path)
+    assert 128 == gradients(*where, budget=256, fail_at=2, error=error)[2]
+    with pytest.raises(RuntimeError, match="another"):
+        gradients(*where, budget=256, fail_at=2, error=RuntimeError("another"))
 
 
 # ----- long documents -----
